@@ -83,6 +83,14 @@ def forks():
     made.close()
 
 
+@pytest.fixture(scope="session")
+def torch_forks():
+    """Such a python that has loaded torch alone."""
+    made = Preloaded("torch", environment={**os.environ, "PYTHONPATH": str(HERE.parent / "src")})
+    yield made
+    made.close()
+
+
 @pytest.fixture(autouse=True)
 def _interrupts_reach_children():
     """A test run in the background ignores them, and processes that tests start must not."""

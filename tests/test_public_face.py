@@ -9,7 +9,6 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from preloaded import Preloaded
 
 import hotlap
 
@@ -66,11 +65,10 @@ def run(*arguments):
 
 
 @pytest.fixture(scope="module")
-def forked(tmp_path_factory):
+def forked(torch_forks, tmp_path_factory):
     """Runs a command as `run` does, where it does not matter that torch was loaded before."""
-    python, folder = Preloaded("torch", environment=ENVIRONMENT), tmp_path_factory.mktemp("work")
-    yield lambda *arguments: python.run(*arguments, cwd=folder)
-    python.close()
+    folder = tmp_path_factory.mktemp("work")
+    return lambda *arguments: torch_forks.run(*arguments, cwd=folder, environment=ENVIRONMENT)
 
 
 def run_code(code):

@@ -1,6 +1,7 @@
 """The benchmark of the kit: what it holds answers against."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 from benchmarks.kit.plain import why_not
@@ -38,7 +39,9 @@ def test_a_sweep_goes_from_small_sizes_to_the_largest():
     assert all(high <= 1.25 * low + 1 for low, high in itertools.pairwise(sizes))
 
 
-def test_a_size_is_trained_in_a_process_of_its_own_and_what_goes_wrong_there_is_no_answer():
+def test_a_size_is_trained_in_a_process_of_its_own_and_what_goes_wrong_there_is_no_answer(forks, monkeypatch):
+    forked = SimpleNamespace(run=lambda command, *, cwd, **how: forks.run(*command[1:], cwd=cwd))
+    monkeypatch.setattr("benchmarks.kit.plain.subprocess", forked)
     options = Options(device="cpu", quick=True, files=0)
     assert why_not("BERT-base", 4, options) is None
     with pytest.raises(RuntimeError, match="KeyError: 'GPT-5'"):

@@ -396,7 +396,12 @@ def test_a_process_finds_hotlap_and_the_rivals_and_no_plan_of_somebody_elses(tmp
     assert recipes.started(["-c", program], {"HOTLAP_CACHE": "mine"}, tmp_path, 60) == ["True None mine"]
 
 
-def test_a_whole_command_in_a_process_of_its_own_is_read_back(tmp_path):
+def test_a_whole_command_in_a_process_of_its_own_is_read_back(tmp_path, forks, monkeypatch):
+    def run(command, *, cwd, env, **how):
+        return forks.run(*command[1:], cwd=cwd, environment=env)
+
+    forked = SimpleNamespace(run=run, DEVNULL=None, PIPE=None, TimeoutExpired=TimeoutError)
+    monkeypatch.setattr(recipes, "subprocess", forked)
     options = recipes.parsed(SMALL)
     words = ["temporal", *recipes.temporal_words(options, tmp_path), "--device", "cpu", "--plan", "off"]
     cache = {"HOTLAP_CACHE": str(tmp_path / "cache")}

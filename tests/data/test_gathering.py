@@ -1,8 +1,6 @@
 """Rows gathered on the host: the same whoever gathers them."""
 
 import multiprocessing
-import subprocess
-import sys
 import threading
 import time
 
@@ -122,7 +120,7 @@ def test_what_breaks_is_told_once_nobody_writes_any_more(breaks):
     assert at_work == []
 
 
-def test_a_thread_that_outlives_the_main_one_gathers_alone():
+def test_a_thread_that_outlives_the_main_one_gathers_alone(forks, tmp_path):
     """Nobody may start threads by then."""
     code = """
 import threading, torch
@@ -136,7 +134,7 @@ def late():
     print("same" if torch.equal(found, X.flip(0)) else "other")
 threading.Thread(target=late).start()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
+    done = forks.run("-c", code, cwd=tmp_path)
     assert (done.stdout, done.stderr) == ("same\n", "")
 
 

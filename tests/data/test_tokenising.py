@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import pickle
 import string
-import subprocess
 import sys
 import textwrap
 from datetime import UTC, datetime
@@ -596,10 +595,10 @@ def test_all_mistakes_are_told_at_once():
     assert [line.split()[1] for line in lines[1:]] == ["texts[0]", "pairs", "most=0", "tokenizer"]
 
 
-def test_the_libraries_are_not_imported_until_a_tokenizer_needs_them():
+def test_the_libraries_are_not_imported_until_a_tokenizer_needs_them(torch_forks, tmp_path):
     code = (
         "import sys; from hotlap.data.tokenising import tokenised; tokenised(['ab'], lambda ts: [[1]], cache=False);"
         "print(sorted({'tokenizers', 'transformers'} & set(sys.modules)))"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)
-    assert ran.stdout.strip() == "[]"
+    ran = torch_forks.run("-c", code, cwd=tmp_path)
+    assert ran.stdout.strip() == "[]", ran.stderr

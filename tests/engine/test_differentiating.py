@@ -1,8 +1,5 @@
 """Gradients from what comes in at outputs on: torch's own, without what torch loads to compare shapes."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import nn
@@ -42,11 +39,12 @@ def test_shapes_that_do_not_fit_get_torchs_own_words():
         gradients([x * 2], [x], [torch.ones(2)])
 
 
-def test_torch_loads_nothing_more_for_it():
+def test_torch_loads_nothing_more_for_it(torch_forks, tmp_path):
     code = (
         "import sys, torch; from hotlap.engine.differentiating import _CHECKS, gradients\n"
         "x = torch.ones(3, requires_grad=True)\n"
         "assert gradients([x * 2], [x], [torch.ones(3)])[0].tolist() == [2, 2, 2]\n"
         "assert _CHECKS not in sys.modules"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    done = torch_forks.run("-c", code, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr

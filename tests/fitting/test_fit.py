@@ -1,8 +1,6 @@
 import json
 import math
 import random
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -306,7 +304,7 @@ def test_the_run_folder_holds_all_that_a_run_left_and_lists_it(tmp_path):
         assert name in run.summary()
 
 
-def test_the_model_loads_in_plain_pytorch_without_hotlap(tmp_path):
+def test_the_model_loads_in_plain_pytorch_without_hotlap(tmp_path, torch_forks):
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
     run = quiet(small_job(model=model), tmp_path)
     model.eval()
@@ -321,10 +319,8 @@ model.eval()
 assert not any(name.startswith("hotlap") for name in sys.modules)
 print(model(torch.ones(2, 5, dtype=torch.float64)).tolist())
 """
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script, str(run.path / "model.safetensors")],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    done = torch_forks.run("-c", script, run.path / "model.safetensors", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == model(x).tolist()
 
 

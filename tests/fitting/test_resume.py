@@ -5,10 +5,11 @@ import os
 import shutil
 import signal
 import sys
+import textwrap
 
 import pytest
 import torch
-from killed import before_forward, code_of, ended, flip, forked, hotlap_command, in_a_child, kill_me, outcome, started
+from killed import before_forward, code_of, flip, forked, hotlap_command, in_a_child, kill_me, outcome
 from plain import class_data, parameters_of, small_mlp
 from torch import nn
 
@@ -879,7 +880,7 @@ def test_the_command_allows_changes_by_a_word(tmp_path, script, left):
     assert "the code of train.py differs" in (left / "ledger.jsonl").read_text()
 
 
-def test_checkpoints_load_in_plain_pytorch_without_hotlap(tmp_path):
+def test_checkpoints_load_in_plain_pytorch_without_hotlap(tmp_path, torch_forks):
     """In a process that cannot import hotlap."""
     run = tmp_path / "run"
     model = Net()
@@ -887,16 +888,15 @@ def test_checkpoints_load_in_plain_pytorch_without_hotlap(tmp_path):
     newest = max((run / "checkpoints").glob("step-*"))
     reader = """
         import sys
-        sys.path = [p for p in sys.path if not p.endswith("src")]
         from safetensors.torch import load_file
         state = load_file(sys.argv[1])
         assert not any(name.startswith("hotlap") for name in sys.modules)
         print(sorted(state), state["inner.0.0.weight"].double().sum().item())
     """
-    code, out, err = ended(started(reader, newest / "model.safetensors"))
-    assert code == 0, err
+    done = torch_forks.run("-c", textwrap.dedent(reader), newest / "model.safetensors", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     total = model.state_dict()["inner.0.0.weight"].double().sum().item()
-    assert out == f"{sorted(model.state_dict())} {total}\n"
+    assert done.stdout == f"{sorted(model.state_dict())} {total}\n"
 
 
 def test_the_manifest_tells_versions_code_data_settings_and_plan(tmp_path):

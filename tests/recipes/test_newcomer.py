@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,12 +13,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from killed import code_of, forked
 from recipe_data import TINY, bars_file, texts_file, tiny_config, write_rows
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import hotlap
-from hotlap.cli import app
+from hotlap.cli import app, main
 from hotlap.core.errors import DataError, HotlapError, MachineError, PlanError, StoreError
 from hotlap.recipes import encoders, scores, training
 from hotlap.recipes.tables import read_table
@@ -380,7 +380,8 @@ def told_of(target, answers, words):
     )  # fmt: skip
     rules = {"most frequent class": np.full(len(target), 2), "words": words}
     told = {name: scores.report(target, answers, None, classes) for name, answers in rules.items()}
-    prepared = SimpleNamespace(target=target, reader=SimpleNamespace(classes=classes), advice="")
+    reader = SimpleNamespace(classes=classes, targets=(), by_share=False)
+    prepared = SimpleNamespace(target=target, reader=reader, advice="")
     return "\n".join(training._compared([model], told, prepared))
 
 
@@ -407,14 +408,24 @@ def test_a_training_that_was_interrupted_goes_on_with_the_same_options_and_folde
     data = texts_file(tmp_path / "train.csv", rows=60)
     given = {**quick(tmp_path), "epochs": 15, "patience": 15}
     words = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    command = [sys.executable, "-c", "from hotlap.cli import main; main()"]
-    words = [*command, "train", "text", "--data", str(data), "--out", "run", *words]
-    environ = {**os.environ, "HOTLAP_PROGRESS": "lines"}
-    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environ) as started:
-        assert any(line.startswith("epoch 1 ") for line in started.stderr)
-        started.send_signal(signal.SIGINT)
-        told = started.stderr.read()
-    assert started.returncode == 130
+    words = ["hotlap", "train", "text", "--data", str(data), "--out", "run", *words]
+    reading, writing = os.pipe()
+
+    def command():
+        os.environ["HOTLAP_PROGRESS"] = "lines"
+        os.dup2(writing, 2)
+        os.close(writing)
+        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+        sys.argv = words
+        main()
+
+    process = forked(command)
+    os.close(writing)
+    with os.fdopen(reading) as lines:
+        assert any(line.startswith("epoch 1 ") for line in lines)
+        os.kill(process, signal.SIGINT)
+        told = lines.read()
+    assert code_of(process) == 130
     assert "stopped   go on with: hotlap train text --options run/options.toml --out run\n" in told
     assert "hotlap resume" not in told
     assert not (tmp_path / "run" / "recipe.json").exists()

@@ -2,8 +2,6 @@
 
 import functools
 import gc
-import subprocess
-import sys
 import weakref
 
 import numpy as np
@@ -262,9 +260,8 @@ with Session(Settings(name="test", out=Path(sys.argv[1]))) as session:
 
 
 @pytest.mark.parametrize("when", ["early", "late"])
-def test_compiled_modules_are_left_alone_though_no_optimizer_is_made(tmp_path, when):
-    command = [sys.executable, "-W", "ignore", "-c", COMPILES, str(tmp_path / "run"), when]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def test_compiled_modules_are_left_alone_though_no_optimizer_is_made(tmp_path, torch_forks, when):
+    done = torch_forks.run("-c", COMPILES, tmp_path / "run", when, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "20 updates" in done.stderr
     assert "hotlap failed" not in done.stderr

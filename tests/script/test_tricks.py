@@ -185,7 +185,6 @@ def test_one_that_is_left_out_is_not_used_and_all_others_are(used, capsys, trick
     assert in_use == others
     assert f"left out: {trick}\n" in capsys.readouterr().err
     assert load_plan(folder / "plan.toml").execution.without == (trick,)
-    assert used(in_file=[trick])[0] == others
 
 
 def test_those_of_a_plan_file_and_of_the_command_line_are_both_left_out(used):

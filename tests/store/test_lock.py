@@ -8,18 +8,13 @@ import time
 
 import pytest
 import torch
-from killed import code_of, ended, forked, in_a_child, started
+from killed import code_of, forked, in_a_child
 from torch.utils.data import DataLoader, Dataset
 
 from hotlap.core.errors import StoreError
 from hotlap.store.run_folder import RunLock
 
-HOLD = """
-    import sys
-    from pathlib import Path
-    from hotlap.store.run_folder import RunLock
-    RunLock(Path(sys.argv[1]))
-"""
+HOLD = "import sys, pathlib; from hotlap.store.run_folder import RunLock; RunLock(pathlib.Path(sys.argv[1]))"
 
 
 @pytest.fixture
@@ -131,14 +126,13 @@ class Numbers(Dataset):
         return torch.tensor(index)
 
 
-def test_loader_workers_neither_keep_the_lock_nor_set_it_free(tmp_path):
+def test_loader_workers_neither_keep_the_lock_nor_set_it_free(tmp_path, forks):
     lock = RunLock(tmp_path)
     loader = DataLoader(Numbers(), num_workers=1, persistent_workers=True)
     assert len(list(loader)) == 4
-    other = started(HOLD, tmp_path)
-    code, _, err = ended(other)
-    assert code == 1
-    assert f"in use by process {os.getpid()}" in err
+    other = forks.run("-c", HOLD, tmp_path, cwd=tmp_path)
+    assert other.returncode == 1
+    assert f"in use by process {os.getpid()}" in other.stderr
     lock.release()
     assert in_a_child(lambda: RunLock(tmp_path)) == 0  # while the workers still live
     loader._iterator._shutdown_workers()

@@ -5,8 +5,6 @@ import errno
 import inspect
 import logging
 import resource
-import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -72,7 +70,7 @@ def files(tmp_path_factory):
     return folder
 
 
-def test_plain_pytorch_loads_every_kind_of_model_strictly_without_hotlap(files):
+def test_plain_pytorch_loads_every_kind_of_model_strictly_without_hotlap(files, torch_forks):
     classes = "\n".join(textwrap.dedent(inspect.getsource(kind)) for kind in MODELS)
     code = f"""
 import sys
@@ -93,7 +91,7 @@ for kind in ({", ".join(kind.__name__ for kind in MODELS)}):
 assert not [name for name in sys.modules if name.startswith("hotlap")]
 print("loaded")
 """
-    done = subprocess.run([sys.executable, "-c", code, str(files)], capture_output=True, text=True, check=False)
+    done = torch_forks.run("-c", code, files, cwd=files)
     assert (done.returncode, done.stdout) == (0, "loaded\n"), done.stderr
 
 

@@ -97,9 +97,11 @@ def forked(function, said=None):
         except BaseException:
             traceback.print_exc()
         finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+            try:
+                sys.stdout.flush()
+                sys.stderr.flush()
+            finally:  # or the child would go on as the test run
+                os._exit(code)
     return pid
 
 
