@@ -16,11 +16,12 @@ from hotlap.recipes.answers import revived, state_problem
 from hotlap.recipes.image import ImageOptions
 from hotlap.recipes.networks import NetworkSpec, _normalising_in, new_network
 from hotlap.recipes.options import options_of, recipe_in
+from hotlap.recipes.price import PriceOptions
 from hotlap.recipes.temporal import TemporalOptions, seconds_of
 from hotlap.recipes.text import TextOptions
 from hotlap.store.weights import build_with_weights, save_state
 
-KINDS = (TextOptions, TemporalOptions, ImageOptions)
+KINDS = (TextOptions, PriceOptions, TemporalOptions, ImageOptions)
 NUMBERS = [(kind, one.name) for kind in KINDS for one in fields(kind) if get_type_hints(kind)[one.name] in (int, float)]
 
 
@@ -160,7 +161,7 @@ def test_states_of_all_recipes_have_bounds():
         is None
     )
     for wrong in (
-        {"most": HUGE}, {"dropout": 2}, {"columns": ["a"] * 3}, {"frames": [HUGE]}, {"frames": [60] * 21},
+        {"most": HUGE}, {"dropout": 2}, {"columns": ["a"] * 21}, {"frames": [HUGE]}, {"frames": [60] * 21},
         {"length": HUGE}, {"seconds": HUGE}, {"standard": {"mean": [float("nan")]}}, {"features": [1]},
     ):  # fmt: skip
         assert state_problem({"reader": wrong}) is not None

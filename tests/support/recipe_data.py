@@ -64,3 +64,31 @@ def tiny_config(path):
     """The config of an encoder that trains in a second."""
     path.write_text(json.dumps(TINY))
     return path
+
+
+BRANDS = {"Acme": 0.0, "Borealis": 0.9, "Cobalt": -0.6, "Dunmore": 0.3, "Ember": 1.4}
+GOODS = {"Coffee Beans": "oz", "Olive Oil": "ml", "Green Tea": "g", "Dish Soap": "fl oz", "Rice": "lb"}
+GRADES = {"Premium": 0.5, "Basic": -0.5, "": 0.0}
+PER_UNIT = {"oz": 28.35, "ml": 1.0, "g": 1.0, "fl oz": 29.57, "lb": 453.6}
+MATERIALS = {"glass": 0.4, "tin": 0.0, "paper": -0.3}
+
+
+def products_file(path, rows=300, seed=0, shuffled=False, gaps=0.1):
+    """Products whose price follows from brand, amount, grade, packaging and shelf life, with a little noise."""
+    draw, told = np.random.default_rng(seed), []
+    for at in range(rows):
+        brand, good, grade, material = (str(draw.choice(list(one))) for one in (BRANDS, GOODS, GRADES, MATERIALS))
+        unit, amount, pack = GOODS[good], float(draw.choice([1, 2, 4, 8, 12, 16, 24])), int(draw.choice([1, 1, 2, 6]))
+        days = int(draw.integers(10, 700))
+        log_price = BRANDS[brand] + GRADES[grade] + MATERIALS[material] + 0.6 * np.log(amount * PER_UNIT[unit] * pack)
+        price = np.exp(log_price + days / 700 + 0.1 * draw.normal())
+        name = f"{brand} {grade} {good}".replace("  ", " ")
+        title = f"{name}, {amount:g} {unit}" + (f" (Pack of {pack})" if pack > 1 else "")
+        about = f"{good} by {brand}. " + " ".join(draw.choice(FILLER, draw.integers(3, 12)))
+        kept = "" if draw.random() < gaps else days
+        told.append([7 * at + 3, title, about, f"https://pictures.example/{at}.jpg", material, kept, round(price, 2)])
+    if shuffled:
+        prices = draw.permutation([row[-1] for row in told])
+        told = [[*row[:-1], price] for row, price in zip(told, prices, strict=True)]
+    head = ["product_id", "title", "about", "image_link", "packaging", "days", "price"]
+    return write_rows(path, head, told)

@@ -48,7 +48,7 @@ class _Train(TyperCommand):
 
 def train(
     context: typer.Context,
-    recipe: str = typer.Argument(help="A recipe: text, temporal, image or forecast."),
+    recipe: str = typer.Argument(help="A recipe: text, price, temporal, image or forecast."),
     options: Path | None = typer.Option(None, help="A file of options; the options.toml of a run repeats it."),
     out: Path | None = typer.Option(None, help="A new folder for the run. [default: one under runs/]"),
     retrain: bool = typer.Option(False, "--retrain", help="Train again instead of reading the model from the cache."),

@@ -18,6 +18,8 @@ add its name to `NAMES`. Read first:
 | `encoders`, `word_counts` | for `text`: encoders with tokenizers, the TF-IDF baseline |
 | `bars`, `indicators` | for `temporal`: bars of prices and their features |
 | `lag_features`, `forecast_models` | for `forecast`: features that never look ahead; ridge, scale and blend |
+| `product_texts`, `price_features` | for `price`: what the text of a product holds; features of a row |
+| `price_models` | for `price`: the scale of prices, the network, the blend |
 | `picture_files` | for `image`: where pictures lie |
 | `networks`, `library_models` | networks built here, and those of transformers without their code |
 """
@@ -32,7 +34,7 @@ from hotlap.core.errors import UsageError, did_you_mean, shown
 if TYPE_CHECKING:
     from hotlap.recipes.tabular import TabularRecipe
 
-NAMES = ("forecast", "image", "temporal", "text")
+NAMES = ("forecast", "image", "price", "temporal", "text")
 
 
 def recipe_named(name: str) -> type[TabularRecipe]:

@@ -60,7 +60,7 @@ LISTS = {
 SHARES = ("crop", "dropout")
 AMOUNTS = ("mean", "spread", "widest")
 WORDS = ("fit", "model", "path", "recipe", "root", "target", "time")
-FLAGS = ("has_header", "header", "is_dated", "mirrors")
+FLAGS = ("has_header", "header", "in_logs", "is_dated", "mirrors")
 FRAMES, LONGEST_FRAME = 20, 400 * 86_400
 CONFIG = "config"
 """Of a model of transformers: looked at where that is made."""

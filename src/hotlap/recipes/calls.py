@@ -23,7 +23,7 @@ def train(
     progress: bool = True,
     **options: Any,
 ) -> Path:
-    """Train a recipe ("forecast", "image", "temporal" or "text") on a file or folder, and give its run's folder.
+    """Train a recipe (as "text" or "price") on a file or folder, and give the folder of its run.
 
     The options are those that `hotlap recipes NAME` lists, as `target="label"`. With `retrain` it is trained again,
     were it in the cache; without `progress` only warnings are shown, on stderr. Raises HotlapError where options or

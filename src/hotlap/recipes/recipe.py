@@ -118,8 +118,8 @@ class Trainer:
     """Whether models that were trained before are read from the cache."""
     progress: bool
     say: Say
-    answers: Mapping[str, Numbers] = field(default_factory=dict)
-    """What the models that were trained before it answer for the held-out rows, by name."""
+    before: Mapping[str, Trained] = field(default_factory=dict)
+    """The models that were trained before it, by name."""
     limit: TimeLimit | None = None
     """When the model has to be trained and have answered; None without `--finish-in`. `fit` keeps to it."""
     left_out: list[str] = field(default_factory=list)

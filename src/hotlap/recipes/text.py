@@ -80,7 +80,7 @@ class TextRecipe(TabularRecipe):
     summary = "classes of texts: an encoder fine-tuned, or trained from scratch"
     expects = "one or two columns of text, and a column with the class"
     options_type = TextOptions
-    targets = ("label", "target", "class", "category", "sentiment", "y")
+    targets: ClassVar[tuple[str, ...]] = ("label", "target", "class", "category", "sentiment", "y")
     source = "text"
     apart: Sequence[str] = ()
     """Columns that are known to hold something else than text."""
@@ -165,7 +165,7 @@ class TextRecipe(TabularRecipe):
         most, dropout = self.options.most, self.options.dropout
         return TextReader(encoder, self.columns, self.classes, most, dropout, self.table.has_header)
 
-    def data_of(self, side: Side) -> Sequences:
+    def data_of(self, side: Side) -> Any:
         """The tokens of the texts, with the labels."""
         tokens: Sequences = self.reader.sequences(side.table, self.say, {"labels": torch.from_numpy(side.target)})
         return tokens
@@ -363,12 +363,14 @@ class TextReader(Reader):
         return lambda model, batch: model.embedded(**_inputs(batch))  # type: ignore[operator]
 
 
-class Classifier(nn.Module):
-    """An encoder, the mean over a text's tokens, and a layer for the classes."""
+class Pooled(nn.Module):
+    """An encoder and the mean over a text's tokens; a subclass has a `head`."""
 
-    def __init__(self, encoder: nn.Module, width: int, classes: int, dropout: float) -> None:
+    head: nn.Module
+
+    def __init__(self, encoder: nn.Module, dropout: float) -> None:
         super().__init__()
-        self.encoder, self.dropout, self.head = encoder, nn.Dropout(dropout), nn.Linear(width, classes)
+        self.encoder, self.dropout = encoder, nn.Dropout(dropout)
 
     def embedded(self, attention_mask: Tensor, **tokens: Tensor) -> Tensor:
         """A vector for each text."""
@@ -376,6 +378,14 @@ class Classifier(nn.Module):
         mask = attention_mask.unsqueeze(-1).to(hidden.dtype)
         mean: Tensor = (hidden * mask).sum(1) / mask.sum(1)
         return mean
+
+
+class Classifier(Pooled):
+    """An encoder, the mean over a text's tokens, and a layer for the classes."""
+
+    def __init__(self, encoder: nn.Module, width: int, classes: int, dropout: float) -> None:
+        super().__init__(encoder, dropout)
+        self.head = nn.Linear(width, classes)
 
     def forward(self, **batch: Tensor) -> Tensor:
         """A row of scores for each text."""

@@ -28,7 +28,7 @@ from hotlap.machine.device import choose_device
 from hotlap.recipes import onnx_files, recipe_named
 from hotlap.recipes.answers import FORMAT, MODEL, STATE, answer, answers_of, command_of, revived
 from hotlap.recipes.options import OPTIONS, Options, as_file, exists, is_file, options_of, recipe_in
-from hotlap.recipes.recipe import Candidate, Numbers, OwnCandidate, Prepared, Say, Trainer
+from hotlap.recipes.recipe import Candidate, Numbers, OwnCandidate, Prepared, Say, Trained, Trainer
 from hotlap.recipes.scores import Judge, Report, Threshold, check_installed, judge_for, report_lines
 from hotlap.recipes.tabular import TabularRecipe
 from hotlap.recipes.time_plan import TimePlan
@@ -67,6 +67,11 @@ class Judged:
     """Bytes of the device's memory that stay taken after the model is freed."""
     about: Mapping[str, Any] = field(default_factory=dict)
     """What the report says of it beside its scores."""
+
+    @property
+    def as_trained(self) -> Trained:
+        """As models that train themselves see it."""
+        return Trained(weights=self.weights, answers=self.answers, train_s=self.train_s, was_kept=self.was_kept)
 
 
 def train(
@@ -348,7 +353,7 @@ class _Training:
                 reuse=not self.retrain,
                 progress=self.progress,
                 say=self.say,
-                answers={one.name: one.answers for one in before},
+                before={one.name: one.as_trained for one in before},
                 limit=self.time.share,
                 left_out=self.time.left_out,
             )
