@@ -67,6 +67,11 @@ def by_the_guides(library: str, x: Array, y: Array, rounds: int, params: dict[st
     return lightgbm.train(settings, lightgbm.Dataset(x, label=y, params=settings), rounds)
 
 
+def threads_of(options: argparse.Namespace) -> dict[str, int]:
+    """Threads of the guides' side, where it does not leave them to the library."""
+    return {"n_jobs": options.their_threads} if options.their_threads else {}
+
+
 def answers(library: str, booster: Any, x: Array) -> Array:
     """What a booster of the guides answers."""
     found: Array = booster.inplace_predict(x) if library == "xgboost" else booster.predict(x)
@@ -106,10 +111,10 @@ def targets(options: argparse.Namespace, folder: Path) -> None:
     """Many targets: the guides' way and hotlap in turns."""
     library, params = options.library, PARAMS[options.library]
     x, y = table(options.rows[0], options.columns, options.targets)
-    count = iter(range(10**6))
+    count, theirs_too = iter(range(10**6)), {**params, **threads_of(options)}
 
     def guides() -> list[Any]:
-        return [by_the_guides(library, x, y[:, n].copy(), options.rounds, params) for n in range(options.targets)]
+        return [by_the_guides(library, x, y[:, n].copy(), options.rounds, theirs_too) for n in range(options.targets)]
 
     def hotlap() -> trees.TreeRun:
         job = trees.TreeJob(x, y, library=library, params=params, rounds=options.rounds)
@@ -135,7 +140,8 @@ def trials(options: argparse.Namespace, folder: Path) -> None:
         scores = []
         for params in settings:
             for begin, end in itertools.pairwise(ends):
-                model = by_the_guides(library, x[:begin], y[:begin, 0].copy(), options.rounds, params)
+                theirs_too = {**params, **threads_of(options)}
+                model = by_the_guides(library, x[:begin], y[:begin, 0].copy(), options.rounds, theirs_too)
                 error = answers(library, model, x[begin:end]) - y[begin:end, 0]
                 scores.append(float(np.sqrt(np.mean(error**2))))
         return scores
@@ -216,6 +222,9 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--laps", type=int, default=12)
     parser.add_argument("--lap-rounds", type=int, default=2)
     parser.add_argument("--plan", default="auto")
+    parser.add_argument(
+        "--their-threads", type=int, default=0, help="threads of the guides' side; 0: the library's own"
+    )
     options = parser.parse_args(words)
     is_sweep = options.what == "sweep"
     options.rows = options.rows or ([10_000, 100_000, 1_000_000] if is_sweep else [1961])

@@ -2,13 +2,14 @@
 
 import os
 import signal
-import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from hotlap import trees
-from hotlap.core.errors import MachineError, PlanError
+from hotlap import machine, trees
+from hotlap.core.errors import JobError, MachineError, PlanError, StoreError
 from hotlap.trees import choosing, growing, libraries
 
 RANDOM = np.random.default_rng(0)
@@ -90,6 +91,32 @@ def test_the_model_in_the_folder_gives_the_same_answers(library, tmp_path):
     assert {"trees.json", "boosters/", "ledger.jsonl", "environment.json"} <= {a.name for a in run.artefacts()}
 
 
+@pytest.mark.parametrize(
+    ("library", "params"),
+    [
+        ("xgboost", {"booster": "dart", "rate_drop": 0.5}),
+        ("xgboost", {"num_parallel_tree": 3, "subsample": 0.5}),
+        ("xgboost", {"tree_method": "exact"}),
+        ("xgboost", {"tree_method": "approx"}),
+        ("lightgbm", {"boosting": "dart", "drop_rate": 0.5}),
+        ("lightgbm", {"boosting": "rf", "bagging_freq": 1, "bagging_fraction": 0.5}),
+        ("lightgbm", {"data_sample_strategy": "goss"}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("task", trees.job.TASKS)
+def test_each_kind_of_booster_is_saved_and_loaded(library, params, task, tmp_path):
+    y = Y[:, 0] if task == "regression" else np.digitize(Y[:, 0], [-1, 1])
+    run = fitted(tmp_path, job_of(library, y, task=task, params=params))
+    assert np.array_equal(trees.load(run.folder).predict(X), run.predict(X))
+    assert len(np.unique(run.predict(X))) > 1
+
+
+def test_patience_is_refused_where_later_rounds_change_earlier_trees():
+    with pytest.raises(JobError, match="'dart' changes their trees"):
+        job_of(judged=True, patience=2, params={"booster": "dart"})
+
+
 @BOTH
 @pytest.mark.parametrize("count", [2, 3])
 def test_classes_are_answered_by_their_labels_with_probabilities(library, count, tmp_path):
@@ -162,17 +189,17 @@ def interrupted(tmp_path, monkeypatch, job, after, number):
 @BOTH
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_keeps_the_rounds_that_were_trained(library, number, tmp_path, monkeypatch):
-    interrupted(tmp_path, monkeypatch, job_of(library, Y[:, 0], rounds=5000), 5, number)
+    interrupted(tmp_path, monkeypatch, job_of(library, Y[:, 0], rounds=10**6), 5, number)
     model = trees.load(tmp_path / "run")
     rounds = model.record.boosters[0].rounds
-    assert 5 <= rounds < 5000
+    assert 5 <= rounds < 10**6
     assert np.array_equal(model.predict(X[VALID]), own_answers(library, 0, rounds=rounds))
 
 
 def test_a_signal_before_each_target_has_trees_leaves_boosters_and_no_model(tmp_path, monkeypatch):
-    interrupted(tmp_path, monkeypatch, job_of(rounds=5000), 20, signal.SIGINT)
+    interrupted(tmp_path, monkeypatch, job_of(rounds=10**5), 20, signal.SIGINT)
     assert 1 <= len(list((tmp_path / "run" / "boosters").iterdir())) < 5
-    with pytest.raises(trees.load.__globals__["StoreError"], match="stopped early"):
+    with pytest.raises(StoreError, match="stopped early"):
         trees.load(tmp_path / "run")
 
 
@@ -184,14 +211,13 @@ def timed(monkeypatch, seconds):
         return seconds(self.plan) + 0 * lap(self, growths, rounds, watch)
 
     monkeypatch.setattr(growing.Crew, "lap", made_up)
-    monkeypatch.setattr(choosing, "read_memory", lambda: type("Memory", (), {"free_bytes": 2**40}))
+    monkeypatch.setattr(choosing, "read_memory", lambda: SimpleNamespace(free_bytes=2**40))
     monkeypatch.setattr(choosing.time, "perf_counter", lambda: 0.0)
 
 
 def four_cores(monkeypatch):
-    detected = trees.fit.__globals__["machine"].detect()
-    four = type("Machine", (), {"cpu": type("Cpu", (), {"cores": 4})})
-    monkeypatch.setattr(trees.fit.__globals__["machine"], "detect", lambda *_: four if not _ else detected)
+    detected = machine.detect()
+    monkeypatch.setattr(machine, "detect", lambda *_: replace(detected, cpu=replace(detected.cpu, cores=4)))
 
 
 @BOTH
@@ -280,4 +306,50 @@ def test_nothing_is_printed_by_the_libraries(tmp_path, capfd):
     for library in ("xgboost", "lightgbm"):
         fitted(tmp_path, job_of(library, rounds=40), {"threads": 1, "at_once": 2}, library)
     assert capfd.readouterr() == ("", "")
-    assert sys.stdout is not None
+
+
+def passing(monkeypatch, round_s):
+    """A clock that only rounds move, whoever grows them."""
+    now = [100.0]
+
+    def counted(self, rounds):
+        now[0] += round_s * rounds
+        self.rounds += rounds
+
+    monkeypatch.setattr(growing.Watch, "count", counted)
+    for module in ("trees.growing", "trees.choosing", "fitting.deadline"):
+        monkeypatch.setattr(f"hotlap.{module}.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    return now
+
+
+@BOTH
+def test_a_deadline_is_shared_out_evenly_and_what_it_left_out_is_said(library, tmp_path, monkeypatch):
+    now = passing(monkeypatch, 0.1)
+    run = fitted(tmp_path, job_of(library, rounds=1000), {"threads": 1}, finish_in=20)
+    rounds = [file.rounds for file in run.model.record.boosters]
+    assert 16 <= now[0] - 100 <= 20
+    assert max(rounds) - min(rounds) <= 2
+    assert run.left_out == (f"5 of 5 boosters stopped after {min(rounds)} to {max(rounds)} of 1,000 rounds",)
+    assert run.left_out[0] in run.summary()
+    assert trees.load(run.folder).predict(X).shape == (300, 5)
+
+
+def test_what_one_target_leaves_of_its_time_goes_to_the_others(tmp_path, monkeypatch):
+    passing(monkeypatch, 0.1)
+    y = Y.copy()
+    y[VALID, 0] = -10 * y[VALID, 0]  # the first target stops at once, by patience
+    job = job_of(y=y, judged=True, patience=100, rounds=1000, params={"learning_rate": 0.01})
+    first = fitted(tmp_path, job, {"threads": 1}, finish_in=100)
+    assert len(first.history) > 200, "an even share is 20 s"
+
+
+def test_a_deadline_that_is_not_needed_changes_nothing(tmp_path):
+    run = fitted(tmp_path, job_of(), {"threads": 1}, finish_in="10m")
+    assert run.left_out == ()
+    assert run.stopped == "all rounds"
+    assert np.array_equal(run.predict(X), fitted(tmp_path, job_of(), name="plain").predict(X))
+
+
+def test_each_target_gets_a_round_however_short_the_time(tmp_path):
+    run = fitted(tmp_path, job_of(rounds=1000), "auto", finish_in=1e-6)
+    assert [file.rounds for file in run.model.record.boosters] == pytest.approx([1] * 5, abs=1)

@@ -122,6 +122,8 @@ def forged_xgboost(raw, path, value):
         (("trees", 0, "tree_param", "size_leaf_vector"), "9"),
         (("trees", 0, "categories"), [1]),
         (("trees",), []),
+        (("gbtree_model_param", "num_parallel_tree"), "2"),
+        (("gbtree_model_param", "num_trees"), "3"),
         (("tree_info", 0), 5),
         (("tree_info", 0), -1),
         (("iteration_indptr", 1), 99),

@@ -34,6 +34,11 @@ def checked_xgboost(content: bytes, name: str, *, features: int, outputs: int) -
             booster = booster["gbtree"]
             if len(drops) != len(booster["model"]["trees"]):
                 raise ValueError("its weights are not one a tree")
+        first = json.loads(learner["learner_model_param"]["base_score"])
+        if (len(first) if isinstance(first, list) else 1) not in (1, outputs):
+            raise ValueError("its first answers are not one for each output")
+        if len(learner.get("feature_names", ())) not in (0, features):
+            raise ValueError("its columns are not those that it names")
         _xgboost_trees(booster["model"], features, outputs)
         return json.dumps(raw).encode()
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
@@ -47,8 +52,8 @@ def _xgboost_trees(model: dict[str, Any], features: int, outputs: int) -> None:
         raise ValueError("it does not say how many trees it has")
     if len(groups) and not (groups.min() >= 0 and groups.max() < outputs):
         raise ValueError("a tree is of no output")
-    rounds = _whole(model.get("iteration_indptr", [0, len(trees)]))
-    if rounds[0] != 0 or rounds[-1] != len(trees) or (np.diff(rounds) < 0).any():
+    rounds, each = _whole(model["iteration_indptr"]), outputs * int(model["gbtree_model_param"]["num_parallel_tree"])
+    if rounds[0] != 0 or rounds[-1] != len(trees) or (np.diff(rounds) != each).any():
         raise ValueError("its rounds are not those of its trees")
     if any(model.get("cats", {}).get(key) for key in ("enc", "feature_segments", "sorted_idx")):
         raise ValueError("it has categories")

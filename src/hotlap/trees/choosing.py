@@ -128,7 +128,8 @@ class Choice:
     def _renew(self) -> bool:
         """Grow these boosters to their end and begin the next; False where none is left."""
         crew = Crew(self.plan)
-        crew.finish(self.job, self.slots, self.growths, (), self._watch, self.grown.append)
+        later = len(self.left)
+        crew.finish(self.job, self.slots, self.growths, (), self._watch, self.grown.append, later=later)
         crew.close()
         self._begin(len(self.slots))
         return bool(self.growths) and not self._watch.is_over
@@ -164,9 +165,10 @@ class Choice:
         self.left = self.left[more:]
 
     def _left_s(self) -> float:
-        """Seconds that the rest takes at the pace of the plan."""
+        """Seconds that the rest takes at the pace of the plan, up to a deadline."""
         rounds = sum(self.job.rounds - growth.rounds for growth in self.growths) + len(self.left) * self.job.rounds
-        return rounds * self._step_s if math.isfinite(self._step_s) else 0.0
+        pace_s = rounds * self._step_s if math.isfinite(self._step_s) else 0.0
+        return max(0.0, min(pace_s, self._watch.until_s - time.perf_counter()))
 
     # --- one rival -------------------------------------------------------------------------------------
 

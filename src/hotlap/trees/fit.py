@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from hotlap.core.plan import Plan
 from hotlap.core.table import as_json, table
 from hotlap.core.terminal import clean, logger
 from hotlap.core.units import show_bytes, show_seconds
+from hotlap.fitting.deadline import TimeLimit
 from hotlap.fitting.record import start_record
 from hotlap.guard.signals import StopRequest
 from hotlap.store.cache import Cache, store_model, stored_model
@@ -47,6 +48,8 @@ from hotlap.trees.parameters import EXTRA, NEEDS, device_of
 log = logger(__name__)
 
 AUTO, OFF = "auto", "off"
+CLOSING, CLOSING_S, BOOSTER_S = 0.03, 0.2, 0.005
+"""What the end of a training takes of its time at most: a part of it, seconds, and seconds for each target."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +71,8 @@ class TreeRun:
     """Seconds from start to end, all included."""
     stopped: str
     """Why it ended."""
+    left_out: tuple[str, ...] = ()
+    """What `finish_in` left no time for."""
     files: RunFolder
 
     @property
@@ -89,6 +94,7 @@ class TreeRun:
             {
                 "run": str(self.folder),
                 "stopped": self.stopped,
+                "left_out": list(self.left_out),
                 "train_s": self.train_s,
                 "total_s": self.total_s,
                 "best": self.best,
@@ -111,6 +117,7 @@ class TreeRun:
             f"{trees:,} rounds kept, in {show_seconds(self.train_s)}",
             f"ended     {self.stopped}, {show_seconds(self.total_s)} in all",
             *([f"score     {' · '.join(score)}"] if score else []),
+            *(f"left out  {line}" for line in self.left_out),
             f"run       {self.folder}",
         ]
         lines += [f"          {show_bytes(a.bytes):>9}  {a.name:<18} {a.what}" for a in self.artefacts()]
@@ -127,6 +134,7 @@ def fit(
     plan: TreePlan | Mapping[str, Any] | str | Path = AUTO,
     out: str | Path | None = None,
     reuse: bool = False,
+    finish_in: float | str | TimeLimit | None = None,
     progress: bool = True,
 ) -> TreeRun:
     """Train the boosters of a job, write the run folder, and return the TreeRun.
@@ -138,6 +146,8 @@ def fit(
         out: A new or empty folder for the run. None: a new one under `runs/`.
         reuse: Load the model from the cache if the same data and settings were trained before, and keep it there
             otherwise.
+        finish_in: End in this time, files included: seconds, or a text such as "15m". Where it is short, each target
+            gets an even share and stops when that is over; `left_out` says so. Each target gets one round at least.
         progress: Show progress on stderr.
 
     SIGINT and SIGTERM end the training after the current round, by KeyboardInterrupt or exit code 143. The folder
@@ -149,18 +159,19 @@ def fit(
     if not isinstance(job, TreeJob):
         raise JobError([f"fit takes one TreeJob, not {type(job).__name__}: trees.fit(trees.TreeJob(x, y))"])
     start_s = time.perf_counter()
+    limit = None if finish_in is None else TimeLimit.of(finish_in)
     chosen, device = _chosen_plan(plan, job), _device(job, plan)
     cached = _Cached(job, chosen.device) if reuse else None
     console = open_console(progress)
     folder = RunFolder.create(out, job.library)
     lock = RunLock(folder.path)
-    training = Training(job, folder, chosen, console, start_s)
+    training = Training(job, folder, chosen, console, start_s, limit)
     try:
         training.begin()
         if cached is not None and (found := cached.load()) is not None:
             return training.from_cache(*found)
         run = training.train(tune=plan == AUTO, gpu=device == "auto")
-        if cached is not None:
+        if cached is not None and not run.left_out:
             cached.store(run)
         return run
     finally:
@@ -204,7 +215,11 @@ def _device(job: TreeJob, plan: object) -> str:
 class Training:
     """One training in its run folder."""
 
-    def __init__(self, job: TreeJob, folder: RunFolder, plan: TreePlan, console: Console, start_s: float) -> None:
+    def __init__(
+        self, job: TreeJob, folder: RunFolder, plan: TreePlan, console: Console, start_s: float,
+        limit: TimeLimit | None,
+    ) -> None:  # fmt: skip
+        self._limit = limit
         self._job, self._folder, self._plan, self._console = job, folder, plan, console
         self._start_s, self._ledger = start_s, Ledger()
         self._lock, self._shown_s = threading.Lock(), -math.inf
@@ -231,7 +246,7 @@ class Training:
         """Train to the end, or to a signal."""
         job, began_s = self._job, time.perf_counter()
         with StopRequest() as stop:
-            watch = Watch(stop, self._show)
+            watch = Watch(stop, self._show, self._until_s())
             choice = Choice(job, hold(job, self._plan), self._plan, self._ledger, watch)
             if tune:
                 choice.find(machine.detect().cpu.cores, gpu=gpu)
@@ -246,10 +261,9 @@ class Training:
             self._console.say(_stop_line(record, job, self._folder.path))
             stop.obey()
         assert record is not None
-        contents = [one.content for one in grown]
-        return self._ended(
-            TreeModel(record, contents, trusted=True), grown_history(grown), train_s, self._why_ended(grown)
-        )
+        model = TreeModel(record, [one.content for one in grown], trusted=True)
+        run = self._ended(model, grown_history(grown), train_s, self._why_ended(grown))
+        return replace(run, left_out=_left_out(grown, job))
 
     def from_cache(self, record: ModelRecord, contents: list[bytes], values: dict[str, Any]) -> TreeRun:
         """The run of a model that was trained before."""
@@ -302,7 +316,15 @@ class Training:
         except OSError as error:
             raise StoreError(f"cannot write {self._folder.path / BOOSTERS}: {error.strerror or error}") from error
 
+    def _until_s(self) -> float:
+        """When the last round has to be over: the files come after it."""
+        if self._limit is None:
+            return math.inf
+        return self._limit.until_s - CLOSING * self._limit.all_s - CLOSING_S - BOOSTER_S * self._job.targets
+
     def _why_ended(self, grown: list[Grown]) -> str:
+        if any(not one.whole for one in grown):
+            return f"finish_in={self._limit} left no more time"
         early = sum(one.rounds < self._job.rounds for one in grown)
         if not early:
             return "all rounds"
@@ -331,6 +353,15 @@ def grown_history(grown: list[Grown]) -> list[dict[str, Any]]:
         curves[number, len(values) :] = values[one.best_round - 1]
     means = curves.mean(0).tolist()
     return [{"round": number, name: mean} for number, mean in enumerate(means, 1)]
+
+
+def _left_out(grown: list[Grown], job: TreeJob) -> tuple[str, ...]:
+    cut = [one.rounds for one in grown if not one.whole]
+    if not cut:
+        return ()
+    return (
+        f"{len(cut):,} of {len(grown):,} boosters stopped after {min(cut):,} to {max(cut):,} of {job.rounds:,} rounds",
+    )
 
 
 def _stop_line(record: ModelRecord | None, job: TreeJob, folder: Path) -> str:

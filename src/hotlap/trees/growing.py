@@ -30,14 +30,15 @@ class Grown:
     scores: tuple[Score, ...]
     """One a round, where there is data to judge by."""
     whole: bool
-    """False where a signal ended it."""
+    """False where a signal or a deadline ended it."""
 
 
 class Watch:
-    """What all boosters of a training share: the request to stop, and the count of rounds."""
+    """What all boosters of a training share: the request to stop, when time is over, and the count of rounds."""
 
-    def __init__(self, stop: StopRequest, show: Callable[[int], object]) -> None:
-        self._stop, self._show = stop, show
+    def __init__(self, stop: StopRequest, show: Callable[[int], object], until_s: float = math.inf) -> None:
+        """`until_s`: when the last round has to be over, by `time.perf_counter`."""
+        self._stop, self._show, self.until_s = stop, show, until_s
         self.failed = False
         """Whether a booster raised an error, which ends the others."""
         self.rounds = 0
@@ -47,6 +48,11 @@ class Watch:
     def is_over(self) -> bool:
         """Whether boosters have to stop."""
         return self.failed or self._stop.signal is not None
+
+    def share_s(self, parts: float) -> float:
+        """When a booster has to end that may take one of so many parts of the time that is left."""
+        now = time.perf_counter()
+        return now + (self.until_s - now) / max(1.0, parts) if math.isfinite(self.until_s) else math.inf
 
     def count(self, rounds: int) -> None:
         """Note rounds that were grown."""
@@ -69,14 +75,16 @@ class Growth:
         self.ended = False
         self._thread = ThreadPoolExecutor(1)
 
-    def grow(self, rounds: int, watch: Watch) -> int:
-        """Grow by so many rounds at most; how many rounds × targets it grew."""
-        return self._thread.submit(self._grow, rounds, watch).result()
+    def grow(self, rounds: int, watch: Watch, until_s: float = math.inf) -> int:
+        """Grow by so many rounds at most, at least by the first; how many rounds × targets it grew."""
+        return self._thread.submit(self._grow, rounds, watch, until_s).result()
 
-    def _grow(self, rounds: int, watch: Watch) -> int:
+    def _grow(self, rounds: int, watch: Watch, until_s: float) -> int:
         before = self.rounds
         self.booster.enter()
         while not self.ended and self.rounds - before < rounds and not watch.is_over:
+            if self.rounds and time.perf_counter() >= until_s:
+                break
             score = self.booster.grow()
             self.rounds += 1
             if score is not None:
@@ -88,9 +96,9 @@ class Growth:
             watch.count(len(self.targets))
         return (self.rounds - before) * len(self.targets)
 
-    def finish(self, watch: Watch) -> Grown:
-        """Grow to the end; what it came to."""
-        self.grow(EVER, watch)
+    def finish(self, watch: Watch, until_s: float = math.inf) -> Grown:
+        """Grow to the end, or until its time is over; what it came to."""
+        self.grow(EVER, watch, until_s)
         self._thread.shutdown()
         kept = max(1, self.best_round)
         return Grown(
@@ -120,20 +128,28 @@ class Crew:
     def lap(self, growths: Sequence[Growth], rounds: int, watch: Watch) -> float:
         """Grow each by so many rounds; seconds a round × target. NaN where one of them came to its end."""
         start = time.perf_counter()
-        grown = self._map(lambda growth: growth.grow(rounds, watch), growths)
+        grown = self._map(lambda growth: growth.grow(rounds, watch, watch.until_s), growths)
         took = time.perf_counter() - start
         whole = all(rounds * len(growth.targets) == count for growth, count in zip(growths, grown, strict=True))
-        return took / sum(grown) if whole else math.nan
+        return took / sum(grown) if whole and grown else math.nan
 
     def finish(
         self, job: TreeJob, slots: Sequence[Held], begun: Sequence[Growth], left: Sequence[range],
-        watch: Watch, keep: Callable[[Grown], None],
+        watch: Watch, keep: Callable[[Grown], None], *, later: int = 0,
     ) -> None:  # fmt: skip
-        """Grow those that have begun, `begun[i]` on `slots[i]`, and those that are left, on a slot for each thread."""
+        """Grow those that have begun, `begun[i]` on `slots[i]`, and those that are left, on a slot for each thread.
+
+        The time up to a deadline is shared out evenly over them and those that come `later`.
+        """
         queue, lock = deque(left), threading.Lock()
+        waiting = len(begun) + len(left) + later
 
         def done(growth: Growth) -> None:
-            grown = growth.finish(watch)
+            nonlocal waiting
+            with lock:
+                until_s = watch.share_s(waiting / self.plan.at_once)
+                waiting -= 1
+            grown = growth.finish(watch, until_s)
             with lock:
                 keep(grown)
 

@@ -174,6 +174,10 @@ def _settings(job: TreeJob) -> list[str]:
         least["patience"] = (job.patience, 1)
         if job.valid is None:
             wrong.append(f"patience={shown(job.patience)} needs valid=(x, y) to judge the rounds by")
+        if isinstance(job.params, Mapping) and "dart" in job.params.values():
+            wrong.append(
+                "patience keeps the best rounds, and 'dart' changes their trees in later rounds; leave one out"
+            )
     wrong += [
         f"{name}={shown(value)} must be a whole number of at least {low}"
         for name, (value, low) in least.items()
