@@ -241,3 +241,20 @@ def test_pinned_memory_that_is_filled_anew_once_the_loss_was_read_has_been_sent_
         loss.item()
         room.fill_(-1.0)
         assert sent.eq(number).all().item()
+
+
+def test_a_loss_of_a_call_on_another_stream_is_read_by_torch(early_loss):
+    """torch waits for that stream behind the backward pass; a copy before it would be of memory without a loss."""
+    kept_samples()
+    weights = torch.randn(1000, device=DEVICE, requires_grad=True)
+    own, side = (weights * weights).mean().item(), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    for _ in range(3):
+        with torch.cuda.stream(side):
+            early_loss.called()
+            torch.cuda._sleep(LONG // 20)
+            loss = (weights * weights).mean()
+        loss.backward()
+        torch.cuda.synchronize()
+        assert loss.item() == own
+    assert early_loss.answered == 0

@@ -35,7 +35,7 @@ from hotlap.engine.capture.recording import NotRecordedError
 from hotlap.script.calls import call as call_module
 from hotlap.script.calls import eager, graphs
 from hotlap.script.calls.call import ModuleCall
-from hotlap.script.calls.capture import MOST_SLOTS
+from hotlap.script.calls.capture import MOST_SLOTS, CapturedCall
 from hotlap.script.calls.eager import leave_broken_passes, switch_in_backward
 from hotlap.script.calls.module_state import GeneratorState
 from hotlap.tuner.moment import without_dropout
@@ -1198,6 +1198,19 @@ def test_what_cannot_be_done_is_refused_in_one_line(make, plan, reason):
     assert call.supports(*OWN) is None
     with pytest.raises(PlanError):
         call.use(*plan)
+
+
+def test_on_another_stream_than_the_first_replay_a_call_is_eager(monkeypatch):
+    """Its arguments would overwrite those that the other stream has still to read."""
+    here, told = ["one"], []
+    monkeypatch.setattr(CapturedCall, "_stream_now", lambda call: here[0])
+    loss_replay = SimpleNamespace(called=lambda: told.append(here[0]), replay_returned=lambda *_: None)
+    model, replays = Scripted(net(), CAPTURED, loss_replay=loss_replay), []
+    for here[0], (x, _) in zip([*["one"] * 5, "other", "one"], batches(7), strict=True):
+        model(x).sum().backward()
+        replays.append(model.replays)
+    assert replays[-1] == replays[-2] + 1 == replays[-3] + 1
+    assert told == [*["one"] * 5, "other", "one"]
 
 
 class OfOneMemory(nn.Module):

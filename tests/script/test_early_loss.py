@@ -143,6 +143,26 @@ def test_on_another_stream_than_the_copy_torch_reads(early_loss, monkeypatch):
     assert early_loss.answered == 1
 
 
+def test_losses_of_calls_on_another_stream_than_their_backward_pass_are_read_by_torch(early_loss, monkeypatch):
+    """That pass waits for the other stream, and a copy before it would not."""
+    here = ["one"]
+    monkeypatch.setattr(early_loss, "_stream_now", lambda: here[0])
+    monkeypatch.setattr(early_losses, "is_stream_capturing", lambda: False)
+    kept_samples()
+
+    def taken_after(*streams):
+        before, pair = Copied.taken, list(losses(2))
+        for here[0] in streams:
+            early_loss.called()
+        here[0] = "one"
+        for loss in pair:
+            loss.backward()
+        assert [loss.item() for loss in pair] == [loss.detach().clone().item() for loss in pair]
+        return Copied.taken - before
+
+    assert [taken_after("one"), taken_after("other"), taken_after("one", "other"), taken_after("one")] == [2, 0, 0, 2]
+
+
 def test_a_loss_that_is_no_plain_number_is_left_alone(early_loss):
     kept_samples()
     loss = torch.tensor(1 + 2j, requires_grad=True) * 1

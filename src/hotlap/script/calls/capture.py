@@ -17,7 +17,7 @@ from hotlap.data.sources import tensors_in
 from hotlap.engine.assists.rewiring import rewire
 from hotlap.engine.capture.captured_step import MOST_GRAPHS, PATIENCE, WARM_UPDATES, BatchError, shape_of
 from hotlap.engine.capture.fingerprint import QuickCheck, fingerprint
-from hotlap.engine.capture.recording import NotRecordedError, Watch, settle_dropout
+from hotlap.engine.capture.recording import NotRecordedError, Watch, current_stream, settle_dropout
 from hotlap.script.calls.autograd_bridge import ParameterAliases, bridged_outputs
 from hotlap.script.calls.eager import EagerCall, Original, why_not_captured
 from hotlap.script.calls.evaluations import Evaluations
@@ -43,6 +43,8 @@ class MemorySlots:
         """Creates another recorder, with memory separate from the slots."""
         self._recorders: list[GraphRecorder] = []
         self._waiting: list[weakref.ref[ReplayedCall] | None] = []
+        self.stream: torch.cuda.Stream | None = None
+        """The stream of all replays: another one could overwrite what this one has still to read."""
 
     def free(self) -> int | None:
         """The number of a slot where no call waits for its backward pass; None if there is none."""
@@ -140,7 +142,10 @@ class CapturedCall:
 
     def __call__(self, original: Original, args: Any, kwargs: Any) -> Any:
         """Make a call that will be differentiated."""
-        if self.given_up is not None:
+        if self._loss_replay is not None:
+            self._loss_replay.called()
+        stream = self._stream_now()
+        if self.given_up is not None or self._slots.stream not in (None, stream):
             return self._eager(original, args, kwargs)
         self._calls += 1
         try:
@@ -168,13 +173,16 @@ class CapturedCall:
                 return self._eager(original, args, kwargs)
         if graph.wants_loss(SEEN_LOSSES):
             graph = self._with_loss(graph, slot, key, original, args, kwargs)
-        graph.last_used = self._calls
+        graph.last_used, self._slots.stream = self._calls, stream
         replayed = ReplayedCall(graph, tensors, functools.partial(self._recomputed_call, slot, key))
         self._slots.take(slot, replayed)
         outputs = bridged_outputs(replayed)
         if self._loss_replay is not None:
             self._loss_replay.replay_returned(outputs, replayed)
         return outputs
+
+    def _stream_now(self) -> torch.cuda.Stream | None:
+        return current_stream(self._device) if self._device.type == "cuda" else None
 
     def in_own_precision(self, original: Original, args: Any, kwargs: Any) -> Any:
         """Like `EagerCall.in_own_precision`, but frequent evaluations without gradients are replayed."""

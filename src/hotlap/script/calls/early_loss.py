@@ -118,6 +118,9 @@ class EarlyLoss:
         self._device, self._make_place = device, make_place
         self._stream: object = None
         """The stream of all copies: two streams could overtake each other on the way to the same memory."""
+        self._made_on = set[object]()
+        """The streams of the calls whose losses are differentiated next, or were last."""
+        self._is_past_backward = False
         self._places = list[HostNumber]()
         self._habit = self._copied = 0
         self._kept: dict[int, _KeptLoss] = {}
@@ -163,8 +166,17 @@ class EarlyLoss:
 
     # --- copies ------------------------------------------------------------------------------
 
+    def called(self) -> None:
+        """The script calls a model, on the current stream."""
+        if self._is_on:
+            if self._is_past_backward:
+                self._is_past_backward = False
+                self._made_on.clear()
+            self._made_on.add(self._stream_now())
+
     def backward_begins(self, loss: Tensor) -> None:
         """A backward pass begins at a loss."""
+        self._is_past_backward = True
         scaled, self._scaled = self._scaled, None
         if scaled is not None and scaled[0]() is loss:
             loss = scaled[1]  # what the script reads
@@ -190,7 +202,9 @@ class EarlyLoss:
     def _copy_of(self, loss: Tensor) -> HostNumber | None:
         stream = self._stream_now()
         self._stream = self._stream or stream
-        if stream != self._stream or (stream is not None and is_stream_capturing()):
+        # torch waits for the streams of the loss behind the backward pass, and not before it.
+        is_elsewhere = stream != self._stream or not self._made_on <= {stream}
+        if is_elsewhere or (stream is not None and is_stream_capturing()):
             return None
         try:
             if not self._places:

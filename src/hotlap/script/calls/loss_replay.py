@@ -108,6 +108,11 @@ class LossReplay:
             self._patches.take_out_all()
             self._is_in, self._last_output, self._observed = False, None, None
 
+    def called(self) -> None:
+        """The script calls a model."""
+        if self._is_in and self._early_loss is not None:
+            self._early_loss.called()
+
     def replay_returned(self, output: Any, replayed: ReplayedCall) -> None:
         """A replay returned this output to the script."""
         if self._is_in:
