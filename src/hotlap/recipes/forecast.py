@@ -395,7 +395,8 @@ class ForecastRecipe(TabularRecipe):
             places, job = self.tree_job(name, part, most, is_judged=True)
             runs.append(self._grown(job, trainer.folder / "folds" / f"{name} {number}", trainer))
             outside.append(runs[-1].predict(part.held.features[part.held.own][:, places]))
-            self.say(f"{name:<9} fold {number} of {len(self.parts)} in {show_seconds(runs[-1].train_s)}")
+            how = "trained before, which saved" if "cache" in runs[-1].stopped else "in"
+            self.say(f"{name:<9} fold {number} of {len(self.parts)} {how} {show_seconds(runs[-1].train_s)}")
         best = np.concatenate([np.ravel(run.best["round"]) for run in runs])
         rounds = max(1, round(float(np.median(best))))
         self.say(f"{name:<9} {rounds} rounds, as was best for half of the targets in {len(runs)} folds")
