@@ -47,7 +47,7 @@ def chosen(monkeypatch):
     """Who chose the plan in each part of a training; the default is to tune, as for a user."""
     monkeypatch.setenv("HOTLAP_PLAN", "")
     found, made = [], training.chooser_for
-    monkeypatch.setattr(training, "chooser_for", lambda task: found.append(made(task)) or found[-1])
+    monkeypatch.setattr(training, "chooser_for", lambda *given: found.append(made(*given)) or found[-1])
     return found
 
 

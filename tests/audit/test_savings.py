@@ -114,7 +114,7 @@ def at_leisure(monkeypatch, tmp_path):
 
 def test_a_fit_that_patience_ends_tells_its_tuner_before_the_ledger_is_written(tmp_path, monkeypatch):
     class Counting(PlanChooser):
-        def __init__(self, task):
+        def __init__(self, task, *_):
             self._rig = task.rig
 
         def ended(self):

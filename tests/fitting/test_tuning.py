@@ -255,3 +255,12 @@ def test_a_found_plan_that_this_job_cannot_obey_is_left_out(tmp_path):
     found = Found(plan=impossible, ledger=hotlap.Ledger(), updates=1)
     run = fit(job_for(20), plan=found, out=tmp_path / "run", progress=False)
     assert run.plan.numerics.precision == "fp32"
+
+
+def test_a_plan_that_serves_many_trainings_may_be_tuned_for_all_of_them(tmp_path, monkeypatch):
+    lengths = []
+    monkeypatch.setattr("hotlap.fitting.tuning.Tuner.stepped", lambda one, *_: lengths.append(one._search._length()))
+    fit(job_for(20), plan="auto", out=tmp_path / "run", progress=False, repeats=50)
+    assert {length.updates for length in lengths} == {1000}
+    with pytest.raises(PlanError, match="repeats=0 must be"):
+        fit(job_for(20), repeats=0)

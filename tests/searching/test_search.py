@@ -202,16 +202,18 @@ def test_memory_is_flat_the_best_model_and_that_of_the_trial_are_all(tmp_path):
 
 
 def test_the_plan_that_a_trial_found_is_where_the_next_begins(tmp_path, monkeypatch):
-    real, begun = module.fit, []
+    real, begun, served = module.fit, [], []
 
     def fit(given, **settings):
         begun.append(settings["plan"])
+        served.append(settings["repeats"])
         return real(given, **{**settings, "plan": settings["plan"] or "off"})
 
     monkeypatch.setattr(module, "fit", fit)
     monkeypatch.setattr(module, "was_tuned", lambda ledger: len(begun) == 2)
     found = searched(tmp_path / "search", trials=4, plan=None)
     assert begun[:2] == [None, None]
+    assert served == [4, 3, 2, 1]
     assert isinstance(begun[2], Found)
     assert begun[2] is begun[3]
     assert begun[2].plan == found.best.plan

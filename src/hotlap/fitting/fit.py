@@ -69,6 +69,7 @@ def fit(
     plan: Plan | Found | Mapping[str, Any] | str | Path | None = None,
     tune_s: float | None = None,
     finish_in: float | str | TimeLimit | None = None,
+    repeats: int = 1,
     out: str | Path | None = None,
     resume: str | Path | None = None,
     save_every: int | None = None,
@@ -92,6 +93,7 @@ def fit(
             pace of steps, evaluations and files how many updates fit, has a schedule of (optimizer, updates) span
             these, and otherwise stops. Where validation data is given, the model then has its best weights so far.
             `Run.left_out` lists what was not trained.
+        repeats: How many trainings like this one the plan will serve: tuning may cost what it saves in all of them.
         out: A new or empty folder for the run. None: a new one under `runs/`.
         resume: The folder of a run to go on with, as if it had never been interrupted, and under the plan it had
             unless `plan` is given. Without a checkpoint the run begins again at step 0. A run that has ended is
@@ -132,6 +134,8 @@ def fit(
     chosen = _chosen_plan(plan) if plan is not None or resume is None else _plan_of_run(resume)
     if tune_s is not None and not (isinstance(tune_s, (int, float)) and tune_s >= 0):
         raise PlanError(f"tune_s={shown(tune_s)} must be a number of seconds, 0 or more")
+    if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
+        raise PlanError(f"repeats={shown(repeats)} must be a whole number, 1 or more")
     if resume is not None and out is not None and Path(out).resolve() != Path(resume).resolve():
         raise StoreError(f"both out={str(out)!r} and resume={str(resume)!r} are given; a resumed run keeps its folder")
     console = open_console(progress)
@@ -143,7 +147,7 @@ def fit(
     task: Task | None = None
     session: RunSession | None = None
     try:
-        task = set_up(job, dataset, chosen, device, console, save_every, tune_s, on_evaluation, limit)
+        task = set_up(job, dataset, chosen, device, console, save_every, tune_s, on_evaluation, limit, repeats)
         kept = CachedModel(task.identity, job, task.rig, how=task.how) if reuse else None
         if resume is not None:
             session = RunSession(RunFolder.open(resume), task)

@@ -93,6 +93,8 @@ class Task:
     """When it has to be over."""
     found: Plan | None = None
     """A plan to begin with, where it is looked after."""
+    repeats: int = 1
+    """Trainings like this one that the plan will serve."""
     replayed: Ledger | None = None
     """The ledger of the run whose plans are used again, each at its step."""
 
@@ -192,6 +194,7 @@ def set_up(
     tune_s: float | None = None,
     on_evaluation: Callable[[dict[str, Any]], object] | None = None,
     limit: TimeLimit | None = None,
+    repeats: int = 1,
 ) -> Task:
     """Make the rig and put it under the plan; raises HotlapError where the job or the plan will not do."""
     start_s = time.perf_counter()
@@ -239,6 +242,7 @@ def set_up(
         own_plan=own_plan,
         on_evaluation=on_evaluation,
         limit=limit,
+        repeats=repeats,
         tuned=plan == TUNED or isinstance(plan, Found),
         found=plan.plan if isinstance(plan, Found) else None,
         replayed=plan if isinstance(plan, Ledger) else None,

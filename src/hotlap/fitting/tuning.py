@@ -33,9 +33,14 @@ def chooser_for(task: Task, length: Callable[[], Length] | None = None) -> PlanC
     if found is not None and rig.supports(found) is not None:
         found = None
     rig.use(task.own_plan, why="the user's own, to tune from")
+
+    def whole() -> Length:
+        one = Length(task.total) if length is None else length()
+        return one._replace(updates=one.updates * task.repeats)
+
     return Tuner(
         rig,
-        updates=length or task.total,
+        updates=whole,
         most_s=task.tune_s,
         period=task.job.eval_every,
         known=KnownPlans(rig, batch_size=task.dataset.batch_size),

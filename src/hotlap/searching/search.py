@@ -314,6 +314,7 @@ class _Searching:
             resume=folder if is_begun else None,
             save_every=self.save_every,
             finish_in=left,
+            repeats=max(1, self.wanted - number),
             progress=False,
             on_evaluation=judged,
         )
