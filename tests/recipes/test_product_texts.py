@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from hotlap.recipes import product_texts
+from hotlap.data import parallel
+from hotlap.recipes import product_texts, tabular
 from hotlap.recipes.product_texts import NAMES, WordParts, brand_of, numbers_of_text, quantities, read_facts
 
 TEXTS = [f"{brand} {good}, {size} oz" for brand in ("acme", "borealis") for good in ("tea", "rice") for size in (2, 8)]
@@ -55,13 +56,22 @@ def test_the_brand_is_the_first_word_that_may_be_one(text, brand):
 
 def test_many_texts_are_read_in_parts_and_a_second_time_from_the_cache(monkeypatch):
     monkeypatch.setattr(product_texts, "CHUNK", 3)
+    monkeypatch.setattr(product_texts, "FEW", 3)
+    monkeypatch.setattr(tabular, "PROGRESS_S", 0.0)
+    monkeypatch.setattr(parallel, "GROUP_S", 0.0)
     lines = []
     first, again = read_facts(TEXTS, lines.append), read_facts(TEXTS, lines.append)
     np.testing.assert_array_equal(first.numbers, again.numbers)
     np.testing.assert_allclose(first.numbers, [numbers_of_text(text) for text in TEXTS], rtol=1e-6)
     assert first.brands == again.brands == [brand_of(text) for text in TEXTS]
-    assert "from the cache, which saved" in lines[1]
-    assert "cache" not in lines[0]
+    assert lines[0].startswith("facts     of 3 of 8 texts, ")
+    assert lines[-2].startswith("facts     of 8 texts in ")
+    assert lines[-1].startswith("facts     of 8 texts, from the cache, which saved ")
+
+
+def test_a_few_texts_leave_nothing_in_the_cache(tmp_path):
+    assert read_facts(TEXTS, [].append).brands == [brand_of(text) for text in TEXTS]
+    assert not (tmp_path / "cache").exists()
 
 
 def test_words_are_reduced_alike_when_they_are_read_back():

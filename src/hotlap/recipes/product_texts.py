@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -21,13 +20,14 @@ from hotlap.core.errors import library
 from hotlap.core.units import show_seconds
 from hotlap.data.parallel import parallel_map
 from hotlap.recipes.recipe import Numbers, Say
+from hotlap.recipes.tabular import now_and_then
 from hotlap.store.cache import Cache, key_of
 
 FACTS, PARTS = "text-facts", "word-parts"
 """The cache's names for what is found here."""
 NEEDS = ("a recipe", "hotlap[recipes]")
-CHUNK, MOST_WORDS = 1000, 20_000
-"""Texts in a piece of work for a process; words and pairs that count, the most frequent."""
+FEW, CHUNK, MOST_WORDS = 100, 1000, 20_000
+"""Texts that are not worth the cache; texts in a piece of work; words and pairs that count, the most frequent."""
 _SIZES: dict[str, dict[str, float]] = {
     "grams": {
         "mg": 0.001, "g": 1, "gr": 1, "gm": 1, "gram": 1, "grams": 1, "kg": 1000, "kilo": 1000, "kilogram": 1000,
@@ -148,14 +148,21 @@ class TextFacts:
 
 
 def read_facts(texts: Sequence[str], say: Say) -> TextFacts:
-    """What these texts hold, from the cache or found now on all cores but one."""
+    """What these texts hold, from the cache or found now on all cores but one; of a few it is found at once."""
+    if len(texts) <= FEW:
+        numbers, brands = _facts_of(texts)
+        return TextFacts(numbers=numbers, brands=brands)
     cache, key, began = Cache(), key_of("facts", list(texts), sys.modules[__name__]), time.perf_counter()
     if (kept := cache.get(FACTS, key)) is None:
         chunks = [texts[at : at + CHUNK] for at in range(0, len(texts), CHUNK)]
-        numbers, brands = zip(*parallel_map(_facts_of, chunks, progress=None), strict=True)
+        shows = now_and_then(say, "facts     of {done:,} of {total:,} texts")
+        parts = parallel_map(
+            _facts_of, chunks, progress=lambda done, _: shows(min(done * CHUNK, len(texts)), len(texts))
+        )
         took_s = time.perf_counter() - began
-        found = {"brands": list(chain.from_iterable(brands)), "took_s": took_s}
-        tensors, values = cache.get_or_make(FACTS, key, lambda: ({"numbers": np.concatenate(numbers)}, found))
+        found = {"brands": [one for _, brands in parts for one in brands], "took_s": took_s}
+        joined = np.concatenate([numbers for numbers, _ in parts])
+        tensors, values = cache.get_or_make(FACTS, key, lambda: ({"numbers": joined}, found))
         say(f"facts     of {len(texts):,} texts in {show_seconds(took_s)}")
     else:
         tensors, values = kept.tensors, kept.values
