@@ -1,5 +1,6 @@
 """TreeData: quantised once, shared by folds, trials, one fit after the other, and fits at the same time."""
 
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
 import lightgbm
@@ -120,3 +121,22 @@ def test_rows_of_rows_are_rows_of_the_whole_table():
     assert part.numbers.tolist() == [100, 105]
     assert part.whole is shared
     assert np.array_equal(part.x, X[[100, 105]])
+
+
+@BOTH
+def test_features_in_a_file_are_read_in_pieces_and_never_held(library, tmp_path, monkeypatch):
+    monkeypatch.setattr(trees.data, "PIECE", 50_000)
+    file = np.memmap(tmp_path / "x", np.float32, "w+", shape=(20_000, 100))
+    file[:] = RANDOM.normal(size=file.shape)
+    trees.TreeJob(X, Y, library=library)  # imports the library
+    tracemalloc.start()
+    try:
+        job = trees.TreeJob(file, file[:, 0].copy(), library=library, rounds=2, params={"max_depth": 2})
+        run = trees.fit(job, plan={"threads": 1}, out=tmp_path / "run", progress=False)
+        answers = run.predict(file)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert np.shares_memory(job.x, file)
+    assert len(answers) == 20_000
+    assert most < file.nbytes / 2

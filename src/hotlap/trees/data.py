@@ -14,6 +14,8 @@ from hotlap.trees.parameters import EXTRA, NEEDS
 
 LIBRARIES = ("xgboost", "lightgbm")
 LEAST_ROWS = 2
+PIECE = 2**24
+"""Values that are looked at together."""
 Array = np.ndarray[Any, Any]
 
 
@@ -116,9 +118,12 @@ def features(value: Any, name: str, wrong: list[str]) -> Array | None:
     if array.ndim != 2 or not array.shape[1]:
         wrong.append(f"{name} has the shape {array.shape}; it must be rows × columns")
         return None
-    infinite = np.isinf(array)
-    if infinite.any():
-        row, column = np.argwhere(infinite)[0]
-        count = f"{int(infinite.sum()):,} infinite values, the first in row {row}, column {column}"
-        wrong.append(f"{name} has {count}; write NaN for a missing value")
+    rows = max(1, PIECE // array.shape[1])
+    for start in range(0, len(array), rows):  # in pieces: an array may be a file, larger than memory
+        infinite = np.isinf(array[start : start + rows])
+        if infinite.any():
+            row, column = np.argwhere(infinite)[0]
+            place = f"the first in row {start + row}, column {column}"
+            wrong.append(f"{name} has infinite values, {place}; write NaN for a missing value")
+            break
     return np.ascontiguousarray(array)
