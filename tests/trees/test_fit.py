@@ -353,3 +353,38 @@ def test_a_deadline_that_is_not_needed_changes_nothing(tmp_path):
 def test_each_target_gets_a_round_however_short_the_time(tmp_path):
     run = fitted(tmp_path, job_of(rounds=1000), "auto", finish_in=1e-6)
     assert [file.rounds for file in run.model.record.boosters] == pytest.approx([1] * 5, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("slow", "depth", "error", "outcome", "why"),
+    [
+        (0.1, 3, None, "kept", "same trees"),
+        (0.1, 1, None, "rejected", "other trees than on the CPU"),
+        (5.0, 3, None, "rejected", "slower"),
+        (0.1, 3, MachineError("the GPU is full"), "rejected", "the GPU is full"),
+    ],
+)
+@pytest.mark.parametrize("y", [Y, Y[:, 0]], ids=["many", "one"])
+def test_a_gpu_is_kept_only_where_it_is_faster_works_and_grows_the_same_trees(
+    slow, depth, error, outcome, why, y, tmp_path, monkeypatch
+):
+    """The GPU is a CPU under another name: which choice is made, and on what grounds, needs no other."""
+    timed(monkeypatch, lambda plan: slow if plan.device == "cuda" else 1.0)
+    begin = libraries.XgboostBooster.__init__
+
+    def as_if(self, data, targets, plan):
+        if plan.device == "cuda" and error is not None:
+            raise error
+        data.settings["max_depth"] = depth if plan.device == "cuda" else 3
+        begin(self, data, targets, replace(plan, device="cpu"))
+        ran = {**libraries.parameters.xgboost_ran(self._booster.save_config()), "device": plan.device}
+        monkeypatch.setattr(self, "ran", lambda: {**ran, "max_depth": "3"}, raising=False)
+
+    monkeypatch.setattr(libraries.XgboostBooster, "__init__", as_if)
+    monkeypatch.setattr(machine, "choose_device", lambda *_, **__: SimpleNamespace(type="cuda"))
+    run = fitted(tmp_path, job_of(y=y, rounds=60), "auto")
+    (gpu,) = [entry for entry in run.ledger if entry.what == "GPU"]
+    assert (gpu.outcome, run.plan.device) == (outcome, "cuda" if outcome == "kept" else "cpu")
+    assert why in gpu.why
+    monkeypatch.undo()
+    assert np.array_equal(run.predict(X), fitted(tmp_path, job_of(y=y, rounds=60), name="plain").predict(X))

@@ -12,6 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
+from hotlap.core.errors import HotlapError
 from hotlap.core.ledger import Entry, Ledger
 from hotlap.core.plan import Plan
 from hotlap.core.units import show_bytes, show_seconds
@@ -28,6 +31,8 @@ BUDGET = 0.05
 MOST_QUADS = 8
 LEAST_LAPS = 12
 """Laps of one round that a training must have left for a comparison."""
+LIKE, ROWS_COMPARED = 1e-3, 10_000
+"""How far answers of a GPU may be from those of the CPU, as a part of their spread, and on how many rows."""
 MEMORY = 0.25
 """Part of the free memory that copies of the data may take."""
 
@@ -74,7 +79,7 @@ class Choice:
         self.ran: dict[str, str] = {}
         """The parameters that the library reports."""
         self._ledger, self._watch = ledger, watch
-        self._step_s, self._cost_s, self._ratio = math.nan, 0.0, 1.0
+        self._step_s, self._cost_s = math.nan, 0.0
         self._kept: list[Estimate] = []
         self._no_room = ""
         """Why there are no copies of the data for more boosters at once."""
@@ -184,13 +189,25 @@ class Choice:
         if self._left_s() < LEAST_LAPS * rounds * lap_s:
             self._write(rival.what, "not tried", f"only {show_seconds(self._left_s())} of training are left")
             return "not tried"
-        contest = Contest(self, replace(self.plan, **rival.changes), self._watch, rounds)
+        try:
+            contest = Contest(self, replace(self.plan, **rival.changes), self._watch, rounds)
+        except HotlapError as error:
+            return self._failed(rival, error)
         try:
             contest.run(self._renew, self._left_s)
             self._cost_s += contest.lost_s
             return self._settle(rival, contest)
+        except HotlapError as error:
+            return self._failed(rival, error)
         finally:
             contest.close()
+
+    def _failed(self, rival: Rival, error: HotlapError) -> str:
+        """Go on without a GPU that fails; any other error ends the training."""
+        if rival is not GPU:
+            raise error
+        self._write(rival.what, "rejected", str(error))
+        return "rejected"
 
     def _settle(self, rival: Rival, contest: Contest) -> str:
         """Write down what a comparison came to; go on with the faster plan."""
@@ -208,6 +225,9 @@ class Choice:
             self._write(rival.what, outcome, f"{why} before all that may be spent was", figures, cost_s)
         elif verdict != "accepted":
             self._write(rival.what, "rejected", verdict, figures, cost_s)
+        elif rival is GPU and (differ := contest.differ()) > LIKE:
+            why = f"other trees than on the CPU: answers differ by {differ:.1%} of their spread"
+            self._write(rival.what, "rejected", why, figures, cost_s)
         elif contest.needs_s() > self._left_s():
             why = f"takes {show_seconds(contest.needs_s())} for the rest, and the plan {show_seconds(self._left_s())}"
             self._write(rival.what, "rejected", why, figures, cost_s)
@@ -301,6 +321,13 @@ class Contest:
         """Seconds that B takes for all that is left; where it grows other targets than A, those too."""
         begun = sum((self._choice.job.rounds - growth.rounds) * len(growth.targets) for growth in self._b)
         return self.step_s(1) * (begun + self._choice.job.rounds * len(self._left()))
+
+    def differ(self) -> float:
+        """How far apart the answers of A and B are after as many rounds, as a part of their spread."""
+        a, b = self._choice.growths[0], self._b[0]
+        rounds, x = min(a.rounds, b.rounds), self._choice.job.x[:ROWS_COMPARED]
+        ours, theirs = (growth.booster.answers(rounds, x).astype(np.float64) for growth in (a, b))
+        return float(np.sqrt(np.mean((ours - theirs) ** 2)) / max(ours.std(), np.finfo(np.float32).tiny))
 
     def take_over(self) -> list[Growth]:
         """The boosters to go on with, as B has won."""

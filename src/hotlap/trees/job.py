@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from hotlap.core.errors import JobError, PlanError, did_you_mean, shown
+from hotlap.core.plan import MOST_WORKERS
 from hotlap.trees import parameters
 from hotlap.trees.data import LEAST_ROWS, LIBRARIES, Array, TreeData, features
 
@@ -30,9 +31,9 @@ class TreePlan:
 
     def __post_init__(self) -> None:
         wrong = [
-            f"{name}={shown(value)} must be a whole number of at least 1"
+            f"{name}={shown(value)} must be a whole number from 1 to {MOST_WORKERS:,}"
             for name, value in (("threads", self.threads), ("at_once", self.at_once))
-            if type(value) is not int or not 1 <= value < 2**16
+            if type(value) is not int or not 1 <= value <= MOST_WORKERS
         ]
         if not parameters.is_device(self.device):
             wrong.append(f"device={shown(self.device)} must be cpu, cuda or cuda:N")

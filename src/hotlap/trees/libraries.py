@@ -73,6 +73,9 @@ class Booster(Protocol):
     def dump(self, rounds: int) -> bytes:
         """The first rounds in the library's own format."""
 
+    def answers(self, rounds: int, x: Array) -> Array:
+        """What the first rounds answer on the CPU."""
+
     def ran(self) -> dict[str, str]:
         """The parameters that the library reports."""
 
@@ -222,6 +225,13 @@ class XgboostBooster:
         self._booster.set_param({"nthread": plan.threads})
         return True
 
+    def answers(self, rounds: int, x: Array) -> Array:
+        """What the first rounds answer on the CPU."""
+        booster = self._data.xgb.Booster({"verbosity": 0})
+        booster.load_model(bytearray(self.dump(rounds)))
+        found: Array = booster.inplace_predict(x)
+        return found
+
     def dump(self, rounds: int) -> bytes:
         """JSON of the first rounds."""
         kept = self._booster if rounds == self._rounds else self._booster[:rounds]
@@ -317,6 +327,10 @@ class LightgbmBooster:
     def use(self, plan: TreePlan) -> bool:
         """Histograms by row are laid out for the threads that a booster began with."""
         return False
+
+    def answers(self, rounds: int, x: Array) -> Array:
+        """What the first rounds answer."""
+        return np.asarray(self._booster.predict(x, num_iteration=rounds))
 
     def dump(self, rounds: int) -> bytes:
         """Text of the first rounds."""
