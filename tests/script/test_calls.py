@@ -1168,6 +1168,18 @@ def test_a_capture_needs_a_gpu():
     assert "needs a GPU" in ModuleCall(net(), device=CPU).supports(*CAPTURED)
 
 
+def test_where_processes_train_together_calls_stay_as_they_are(monkeypatch):
+    """Each would try plans by itself: one could wait in a forward pass that the others do not make."""
+    call = ModuleCall(net(), device=CPU, make_recorder=FakeRecorder)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    for plan in (BF16, CAPTURED):
+        assert "several processes train together" in call.supports(*plan)
+    assert call.supports(*OWN) is None
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    assert call.supports(*CAPTURED) is None
+
+
 def with_a_buffer_elsewhere():
     """A number on the host, which the GPU's kernels take as it is when they are recorded."""
     module = net()

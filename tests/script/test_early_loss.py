@@ -546,7 +546,7 @@ def test_a_number_that_a_graph_of_the_scripts_overwrites_is_read_as_it_is_now(is
 def test_where_processes_train_together_torch_reads(early_loss, monkeypatch):
     """`torch.distributed.all_reduce(loss)` writes to it, which torch does not count."""
     kept_samples()
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(early_losses, "trains_with_others", lambda: True)
     (loss,) = losses(1)
     loss.backward()
     loss.data.mul_(2)

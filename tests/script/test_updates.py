@@ -164,3 +164,12 @@ def scaled(fused_from=None):
 def test_training_with_a_scaler_stays_the_same_through_gate_and_turns():
     for one, other in zip(scaled(), scaled(fused_from=2), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_where_processes_train_together_updates_stay_as_they_are(monkeypatch):
+    """Each would choose by itself, and their weights would drift apart."""
+    updates = Updates([torch.optim.Adam(nn.Linear(2, 2).parameters())])
+    assert updates.supports("fused") is None
+    monkeypatch.setattr(update_trials, "trains_with_others", lambda: True)
+    assert "several processes train together" in updates.supports("fused")
+    assert updates.supports(updates.own) is None

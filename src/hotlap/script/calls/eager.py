@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed
 from torch import Tensor, nn
 
 from hotlap import machine
@@ -219,8 +220,20 @@ _FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 
+TOGETHER = "several processes train together, and hotlap would try plans in each by itself"
+"""Why such a training keeps its calls and updates: the processes would wait for each other, or drift apart."""
+
+
+def trains_with_others() -> bool:
+    """Whether other processes take part in this training by `torch.distributed`."""
+    is_part = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return is_part and torch.distributed.get_world_size() > 1
+
+
 def why_not_changed(module: nn.Module) -> str | None:
     """Why a module's calls must stay as they are: something else controls its code; None if nothing does."""
+    if trains_with_others():
+        return TOGETHER
     for layer in module.modules():
         if layer._compiled_call_impl is not None:
             return f"{type(layer).__name__} is compiled"

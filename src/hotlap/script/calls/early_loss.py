@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.distributed
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from hotlap.core.torch_private import is_stream_capturing
 from hotlap.engine.capture.recording import current_stream, is_own_recording
+from hotlap.script.calls.eager import trains_with_others
 from hotlap.script.patches import Patches, scripted_as, untraced
 
 MOST_KEPT_COPIES = 4
@@ -196,8 +196,7 @@ class EarlyLoss:
 
     def _is_alone(self) -> bool:
         """Whether this is the thread that trains, and no other process takes part."""
-        has_others = torch.distributed.is_available() and torch.distributed.is_initialized()
-        return threading.get_ident() == self._thread and not has_others
+        return threading.get_ident() == self._thread and not trains_with_others()
 
     def _copy_of(self, loss: Tensor) -> HostNumber | None:
         stream = self._stream_now()

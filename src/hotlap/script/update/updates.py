@@ -19,6 +19,7 @@ from hotlap.engine.capture.recording import Recorder
 from hotlap.engine.layout import BufferPool
 from hotlap.engine.optimizers import Fusion, LayoutCheck, has_sparse_gradients, is_fused, settle_counts, why_not_fused
 from hotlap.engine.snapshot import Randomness
+from hotlap.script.calls.eager import TOGETHER, trains_with_others
 from hotlap.script.calls.graphs import GraphRecorder
 from hotlap.script.loop_finder import WHY
 from hotlap.script.patches import Patches
@@ -99,6 +100,8 @@ class Updates:
             return WHY
         if kind == "plain":
             return "the script has fused its optimizer itself"
+        if trains_with_others():
+            return TOGETHER
         reasons = [self._why_not(one) for one in self.optimizers]
         return None if None in reasons else reasons[0]
 
