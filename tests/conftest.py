@@ -6,6 +6,7 @@ user's own cache.
 """
 
 import gc
+import logging
 import os
 import shutil
 import signal
@@ -23,6 +24,8 @@ os.environ["HOTLAP_PLAN"] = "off"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each process that a test starts compiles all of hotlap anew,
 sys.dont_write_bytecode = False  # and each run of the tests rewrites their asserts
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"  # torch would compile a program for each kind of vectors a CPU may have
+# torch writes down all that it compiles where pytest listens, which takes a part of the time.
+logging.getLogger("torch.__trace").disabled = True
 if "PYTEST_XDIST_WORKER" not in os.environ:  # those have the environment of the process that began them
     os.environ["HOTLAP_CACHE"] = tempfile.mkdtemp(prefix="hotlap-tests-")
 CACHE = os.environ["HOTLAP_CACHE"]

@@ -1,7 +1,5 @@
 """Scripts that use torch.compile: under a session torch compiles what it compiles by itself, and as often."""
 
-import logging
-
 import pytest
 import torch
 import torch._dynamo
@@ -196,12 +194,6 @@ def ran(script):
 def session(tmp_path, monkeypatch):
     monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "cache"))
     return lambda **settings: Session(Settings(name="test", out=tmp_path / "run", **settings))
-
-
-@pytest.fixture(autouse=True)
-def no_traces(monkeypatch):
-    """torch writes down all that it compiles where pytest listens, which takes most of the time."""
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

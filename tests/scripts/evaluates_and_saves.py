@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 from torch.utils.data import DataLoader, Dataset
 
-EPOCHS = 3
+EPOCHS = 2
 BATCH_SIZE = 128
 torch.manual_seed(2023)
 np.random.seed(2023)

@@ -5,7 +5,7 @@ from torch.utils.data import DataLoader, TensorDataset
 torch.manual_seed(0)
 device = "cuda" if torch.cuda.is_available() else "cpu"
 
-EPOCHS = 3
+EPOCHS = 2
 HIDDEN = 24
 
 # y = sin(|x|) style regression problem
