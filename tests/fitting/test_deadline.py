@@ -1,5 +1,7 @@
 """`fit(finish_in=…)`, on a clock that moves by what the training does and by nothing else."""
 
+from types import SimpleNamespace
+
 import made_up_time
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 from hotlap import Job, JobError, Rig, fit
 from hotlap.core.units import read_seconds
 from hotlap.engine.schedules import make_schedule
+from hotlap.fitting import deadline
 
 STEP_S, EVALUATION_S = 0.1, 0.5
 
@@ -201,3 +204,10 @@ def test_what_is_no_time_is_refused(wrong, tmp_path):
 def test_times_are_read_as_people_write_them():
     said = {"15m": 900, "90s": 90, "90": 90, "1.5 h": 5400, "1h 30m": 5400, "2 min": 120, 7: 7, "1h30m10s": 5410}
     assert {words: read_seconds(words) for words in said} == said
+
+
+def test_a_part_of_a_time_ends_before_the_rest_of_it(monkeypatch):
+    monkeypatch.setattr(deadline, "time", SimpleNamespace(perf_counter=lambda: 50.0))
+    limit = deadline.TimeLimit(20.0, 60.0, evaluations_after=2.0)
+    assert limit.part(1) is limit
+    assert limit.part(0.25) == deadline.TimeLimit(2.5, 52.5, evaluations_after=2.0)

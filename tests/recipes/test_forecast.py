@@ -4,6 +4,7 @@ import csv
 import importlib.util
 import json
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,11 +17,13 @@ import hotlap
 from hotlap import trees
 from hotlap.cli import app
 from hotlap.core.errors import DataError, JobError, MachineError, StoreError
+from hotlap.fitting import deadline
 from hotlap.recipes.answers import answer
 from hotlap.recipes.forecast import MODELS, RECIPE, steps_of
 from hotlap.recipes.forecast_models import ALPHAS, KnownError, Ridge, blend_weights, telling_features, with_known
 from hotlap.recipes.lag_features import Lags, filled, rolling, shifted
 from hotlap.recipes.options import options_of
+from hotlap.recipes.recipe import Trainer
 from hotlap.recipes.training import train
 
 QUICK = {"models": "ridge", "folds": 2, "lags": "1,2", "windows": "3", "length": 4, "plan": "off", "device": "cpu"}
@@ -140,23 +143,30 @@ def test_trees_stop_at_the_rounds_that_were_best_out_of_fold(finished):
     assert int(line.split()[1]) == round(float(np.median(best)))
 
 
-def test_within_a_deadline_trees_get_the_rounds_that_fit_and_the_rest_is_listed(tmp_path, monkeypatch):
-    recipe = prepared(table_file(tmp_path / "a.csv", wave(200)), rounds=50, models="xgboost")
-    took, asked = [], {}
+def test_within_a_deadline_each_training_gets_the_share_of_its_rows_and_what_is_left_out_is_listed(
+    tmp_path, monkeypatch
+):
+    recipe = prepared(table_file(tmp_path / "a.csv", wave(200)), models="xgboost")
+    recipe.prepared()
+    limits, grow = [], trees.fit
 
-    def fit(job, **how):
-        took.append((job.targets, job.rounds))
-        return SimpleNamespace(train_s=0.8)  # 0.1 s a tree of all rows, with 2 targets and 4 rounds
+    def fit(job, *, finish_in, **how):
+        limits.append((finish_in.all_s, finish_in.until_s))
+        return replace(grow(replace(job, rounds=2), **how), left_out=("98 rounds",))
 
     monkeypatch.setattr(trees, "fit", fit)
+    monkeypatch.setattr(deadline, "time", SimpleNamespace(perf_counter=lambda: 100.0))
+    left_out, limit = [], deadline.TimeLimit(90.0, 160.0)
+    recipe.train_trees(
+        "xgboost",
+        Trainer(fit=None, folder=tmp_path, reuse=False, progress=False, say=[].append, limit=limit, left_out=left_out),
+    )
     rows = [len(part.train) for part in (*recipe.parts, recipe.whole)]
-    for left_s in (1000.0, 0.1, 8.0 * sum(rows) / rows[-1]):
-        trainer = SimpleNamespace(limit=SimpleNamespace(left_s=left_s), left_out=[])
-        asked[left_s] = recipe._rounds_within("xgboost", trainer), trainer.left_out
-    assert took == [(2, 4)] * 3
-    lines = [[], ["xgboost: 49 of 50 rounds, which patience may not have used"],
-             ["xgboost: 18 of 50 rounds, which patience may not have used"]]  # fmt: skip
-    assert list(asked.values()) == list(zip((50, 1, 32), lines, strict=True))
+    for at in (0, 1):
+        seconds = 60 * rows[at] / sum(rows[at:])
+        assert limits[at] == pytest.approx((seconds, 100 + seconds))
+    assert limits[2] == (90.0, 160.0)
+    assert left_out == ["xgboost 1: 98 rounds", "xgboost 2: 98 rounds", "xgboost: 98 rounds"]
 
 
 def test_a_library_that_is_missing_leaves_its_model_out_with_a_warning(tmp_path, monkeypatch):
@@ -276,6 +286,23 @@ def test_the_blend_is_never_worse_than_its_best_part_on_the_rows_that_decide_it(
     assert (squares[-1] <= np.min(squares[:-1], axis=0) + 1e-9).all()
     errors = report_of(finished[0])["models"]["blend"]["out_of_fold"]
     assert errors["blend"] <= min(errors.values())
+
+
+def test_each_target_begins_from_the_simple_rule_that_misses_least_and_from_its_mean_where_that_says_nothing(tmp_path):
+    numbers = np.random.default_rng(0)
+    walk, noise = np.cumsum(numbers.normal(size=300)), numbers.normal(size=300)
+    season = np.tile(5 * numbers.normal(size=12), 25) + 0.1 * noise
+    values = np.stack([walk, noise, season], axis=1)
+    values[280:286, 0] = np.nan  # longer than what is filled in
+    recipe = prepared(table_file(tmp_path / "a.csv", values), targets="a,b,c", ahead=5, season=12)
+    scale, rows = recipe.whole.scale, recipe.whole.held
+    assert scale.rule.tolist() == [0, -1, 1]  # the last value, the mean, the value one season before
+    base = scale.base(rows)
+    at = 270 - rows.begin
+    np.testing.assert_allclose(base[at], [walk[270], scale.level[1], season[275 - 12]])
+    assert base[285 - rows.begin, 0] == scale.level[0]
+    z = scale.targets(rows, recipe.y)
+    np.testing.assert_allclose(scale.answers(rows, z)[at], values[275])
 
 
 def test_the_ridge_solves_all_targets_and_missing_ones_count_as_its_own_answers():
@@ -472,6 +499,9 @@ def test_mistakes_in_options_are_all_named_at_once():
         options("a.csv", **wrong)
     for name in ("lags='0'", "windows='1'", "ahead='x'", "'arima'", "folds=0", "season=-1", "valid='v.csv'"):
         assert name in str(error.value)
+    assert options("a.csv", ahead=3).steps == options("a.csv", ahead=[3]).steps == (3,)
+    with pytest.raises(JobError, match="ahead=True must be words"):
+        options("a.csv", ahead=True)
     with pytest.raises(JobError, match="has 0, which means"):
         options("a.csv", ahead="0,3")
     assert (list(steps_of("2-4")), list(steps_of("7")), list(steps_of("4-2")), list(steps_of("-"))) == (

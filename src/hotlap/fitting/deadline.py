@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.utils.data import DataLoader
 
@@ -58,6 +58,13 @@ class TimeLimit:
     def left_s(self) -> float:
         """Seconds that are left; below 0 where it is over."""
         return self.until_s - time.perf_counter()
+
+    def part(self, share: float) -> TimeLimit:
+        """This share of the time that is left, which ends so much earlier."""
+        if share >= 1:
+            return self
+        left_s = max(0.1, self.left_s)
+        return replace(self, all_s=share * left_s, until_s=self.until_s - (1 - share) * left_s)
 
     def __str__(self) -> str:
         return show_seconds(self.all_s)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import math
 import shutil
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -67,8 +66,6 @@ PARAMETERS = {
 """Of boosted trees, by their libraries."""
 TREE_PATIENCE = 10
 """Rounds without improvement after which the trees of a target stop."""
-PROBED, SURE = 4, 0.8
-"""Targets, and rounds, whose pace says how many rounds fit into a deadline; and the share of the time to plan for."""
 MODELS = ("ridge", *TREES, "lstm")
 LEAST = 20
 """Least rows that a fold trains on."""
@@ -390,10 +387,11 @@ class ForecastRecipe(TabularRecipe):
 
     def train_trees(self, name: str, trainer: Trainer) -> Trained:
         """Trees for each target; on all rows as many rounds as were best out of fold, by the median over targets."""
-        outside, runs, most = [], [], self._rounds_within(name, trainer)
+        outside, runs = [], []
         for number, part in enumerate(self.parts, 1):
-            places, job = self.tree_job(name, part, most, is_judged=True)
-            runs.append(self._grown(job, trainer.folder / "folds" / f"{name} {number}", trainer))
+            places, job = self.tree_job(name, part, self.options.rounds, is_judged=True)
+            out = trainer.folder / "folds" / f"{name} {number}"
+            runs.append(self._grown(job, out, trainer, self._share(number)))
             outside.append(runs[-1].predict(part.held.features[part.held.own][:, places]))
             how = "trained before, which saved" if "cache" in runs[-1].stopped else "in"
             self.say(f"{name:<9} fold {number} of {len(self.parts)} {how} {show_seconds(runs[-1].train_s)}")
@@ -401,29 +399,12 @@ class ForecastRecipe(TabularRecipe):
         rounds = max(1, round(float(np.median(best))))
         self.say(f"{name:<9} {rounds} rounds, as was best for half of the targets in {len(runs)} folds")
         places, job = self.tree_job(name, self.whole, rounds, is_judged=False)
-        runs.append(self._grown(job, trainer.folder / "models" / name, trainer))
+        runs.append(self._grown(job, trainer.folder / "models" / name, trainer, 1.0))
         rows = self.whole.held
         held = runs[-1].predict(rows.features[rows.own][:, places])
         was_kept = all("cache" in run.stopped for run in runs)
         took_s, weights = sum(run.train_s for run in runs), {f"{name}.features": torch.from_numpy(places)}
         return self.trained(name, outside, held, weights, took_s, was_kept=was_kept)
-
-    def _rounds_within(self, name: str, trainer: Trainer) -> int:
-        """The most rounds of each training that fit into the model's time, by the pace of a few trees."""
-        asked = self.options.rounds
-        if trainer.limit is None:
-            return asked
-        job = self.tree_job(name, self.whole, PROBED, is_judged=False)[1]
-        probe = replace(job, y=job.y[:, :PROBED], valid=None)
-        with tempfile.TemporaryDirectory() as folder:
-            probed_s = trees.fit(probe, plan="off", out=Path(folder) / name, progress=False).train_s
-        each_s = probed_s / (PROBED * probe.targets)
-        rows = sum(len(part.train) for part in (*self.parts, self.whole))
-        fit = int(SURE * trainer.limit.left_s / (each_s * job.targets * rows / len(self.whole.train)))
-        rounds = max(1, min(asked, fit))
-        if rounds < asked:
-            trainer.left_out.append(f"{name}: {asked - rounds:,} of {asked:,} rounds, which patience may not have used")
-        return rounds
 
     def tree_job(self, name: str, part: Split, rounds: int, *, is_judged: bool) -> tuple[Numbers, TreeJob]:
         """The trees of a part, with the numbers of their features; a target that is unknown counts as its simple rule.
@@ -449,19 +430,26 @@ class ForecastRecipe(TabularRecipe):
         )
         return places, job
 
-    def _grown(self, job: TreeJob, out: Path, trainer: Trainer) -> TreeRun:
-        """Trees in a folder of their own, which an interrupted run may have begun."""
+    def _grown(self, job: TreeJob, out: Path, trainer: Trainer, share: float) -> TreeRun:
+        """Trees in a folder of their own, which an interrupted run may have begun; in a share of the time left."""
         shutil.rmtree(out, ignore_errors=True)
         plan = "off" if self.options.plan == "off" else "auto"
-        return trees.fit(job, plan=plan, out=out, reuse=trainer.reuse, progress=False)
+        limit = None if trainer.limit is None else trainer.limit.part(share)
+        run = trees.fit(job, plan=plan, out=out, reuse=trainer.reuse, finish_in=limit, progress=False)
+        trainer.left_out.extend(f"{out.name}: {line}" for line in run.left_out)
+        return run
+
+    def _share(self, number: int) -> float:
+        """The share of a fold, from 1 on, in the rows that this one and all later trainings learn from."""
+        sizes = [len(part.train) for part in (*self.parts, self.whole)][number - 1 :]
+        return sizes[0] / sum(sizes)
 
     def train_lstm(self, trainer: Trainer) -> Trained:
         """One LSTM for all targets: the epochs that were best out of fold, then as many on all rows."""
         options, runs, outside = self.options, [], []
         for number, part in enumerate(self.parts, 1):
-            share = len(part.train) / sum(len(one.train) for one in (*self.parts[number - 1 :], self.whole))
             out = trainer.folder / "folds" / f"lstm {number}"
-            run = trainer.fit(self.lstm_job(part), out, quiet=True, share=share)
+            run = trainer.fit(self.lstm_job(part), out, quiet=True, share=self._share(number))
             reader = ForecastReader(self.setup, part.scale, options.width)
             outside.append(reader.standardised("lstm", run.model, part.held, options.judged_at_once, options.device))
             runs.append(run)

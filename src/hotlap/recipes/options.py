@@ -305,9 +305,11 @@ def _as(kind: Any, value: Any) -> Any:
         except OverflowError:
             return math.inf
     if kind == tuple[str, ...]:
-        listed = value.split(",") if isinstance(value, str) else value
-        if isinstance(listed, (list, tuple)) and all(isinstance(one, str) for one in listed):
-            return tuple(one.strip() for one in listed if one.strip())
+        listed = value.split(",") if isinstance(value, str) else [value] if isinstance(value, int) else value
+        if isinstance(listed, (list, tuple)) and all(isinstance(one, (str, int)) for one in listed):
+            words = [str(one).strip() for one in listed if not isinstance(one, bool)]
+            if len(words) == len(listed):
+                return tuple(word for word in words if word)
     raise ValueError
 
 

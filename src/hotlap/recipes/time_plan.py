@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TypeVar
 
 from hotlap.core.units import show_seconds
@@ -50,13 +49,6 @@ class TimePlan:
     def begin_model(self, models: int) -> None:
         """Give the next model its share of what is left, as the first of so many."""
         self._begin(self._spare_s / models)
-
-    def part(self, share: float) -> TimeLimit | None:
-        """So much of what the model in training has left."""
-        if self.share is None or share >= 1:
-            return self.share
-        left_s = max(0.1, self.share.left_s)
-        return replace(self.share, all_s=share * left_s, until_s=self.share.until_s - (1 - share) * left_s)
 
     def answered(self, answer: Callable[[], T]) -> T:
         """Answers for the held-out rows; what they take says what predictions will."""

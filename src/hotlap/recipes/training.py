@@ -411,7 +411,7 @@ class _Training:
                 reuse=not self.retrain,
                 progress=self.progress and not quiet,
                 started_by=command_of(self.folder),
-                finish_in=self.time.part(share),
+                finish_in=None if self.time.share is None else self.time.share.part(share),
             )
         except DivergedError as error:
             raise self.diverged(out.name, str(error).partition(" and would")[0]) from None
