@@ -194,7 +194,7 @@ class PriceRecipe(TextRecipe):
         """The encoder is a job; trees and blend train themselves."""
         prepared = super().prepared()
         own = [
-            OwnCandidate(name=TREES, train=self.train_trees),
+            OwnCandidate(name=TREES, train=self.train_trees, comes_first=True),
             OwnCandidate(name=BLEND, train=self.train_blend, is_quick=True),
         ]
         if importlib.util.find_spec(self.options.trees) is None:
@@ -223,13 +223,13 @@ class PriceRecipe(TextRecipe):
 
     def train_trees(self, trainer: Trainer) -> Trained:
         """As many rounds of boosted trees as are best for the held-out rows."""
-        rounds, out = self.options.rounds, trainer.folder / "models" / TREES
-        if trainer.limit is not None and (fit := rounds_within(self.tree_job(PROBED), rounds, trainer.limit)) < rounds:
-            trainer.left_out.append(f"trees: {rounds - fit:,} of {rounds:,} rounds, which may not have gained")
-            rounds = fit
+        asked, out = self.options.rounds, trainer.folder / "models" / TREES
+        rounds = asked if trainer.limit is None else rounds_within(self.tree_job(PROBED), asked, trainer.limit)
         shutil.rmtree(out, ignore_errors=True)  # of an interrupted run
         run = trees.fit(self.tree_job(rounds), out=out, reuse=trainer.reuse, progress=trainer.progress)
         self.say(f"trees     {self.options.trees}, {run.best['round']:,} rounds")
+        if rounds < min(asked, run.best["round"] + TREE_PATIENCE):
+            trainer.left_out.append(f"trees: {asked - rounds:,} of {asked:,} rounds")
         return Trained(
             weights={"shares": torch.ones(1)},
             answers=self.scale.prices(run.predict(self.held_matrix)),

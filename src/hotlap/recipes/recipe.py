@@ -148,6 +148,8 @@ class OwnCandidate:
     train: Callable[[Trainer], Trained]
     is_quick: bool = False
     """Whether it takes hardly any time: a deadline never leaves it out."""
+    comes_first: bool = False
+    """Whether it is trained before the networks, which then have the time that it leaves."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -263,7 +263,9 @@ class _Training:
             self.time.begin_model(1 + sum(not one.is_quick for one in self.prepared.own))
             found.append(self.search())
             networks = ()
-        candidates: list[Candidate | OwnCandidate] = [*networks, *self.prepared.own]
+        own = sorted(self.prepared.own, key=lambda one: not one.comes_first)
+        first = sum(one.comes_first for one in own)
+        candidates: list[Candidate | OwnCandidate] = [*own[:first], *networks, *own[first:]]
         quick = [one for one in candidates if isinstance(one, OwnCandidate) and one.is_quick]
         slow = [one for one in candidates if one not in quick]
         fit = self.time.how_many(len(slow))
