@@ -9,8 +9,10 @@ from typing import TypeVar
 from hotlap.core.units import show_seconds
 from hotlap.fitting.deadline import MARGIN, TimeLimit
 
-FILES_S = 1.0
-"""For the report, the plots and the end of the process."""
+FILES_S = 0.5
+"""For the report and the plots."""
+LEAVING = 0.75
+"""Of the start of the process, what its end may take: on an idle machine a fifth, on a busy one all of it."""
 LEAST_S = 5.0
 """A model that would have less time is left out, while there is another one."""
 ONNX_S = 15.0
@@ -21,12 +23,13 @@ T = TypeVar("T")
 class TimePlan:
     """Parts the time of a run among its models, and keeps what was left out; without a limit nothing is."""
 
-    def __init__(self, limit: TimeLimit | None) -> None:
+    def __init__(self, limit: TimeLimit | None, *, start_s: float = 0.0) -> None:
+        """`start_s` is what the start of the process took; its end is expected to take up to `LEAVING` of that."""
         self.limit = limit
         self.share: TimeLimit | None = None
         """The time of the model or fold in training."""
         self.left_out: list[str] = []
-        self._after_s = 0.0 if limit is None else FILES_S + MARGIN * limit.all_s
+        self._after_s = 0.0 if limit is None else FILES_S + MARGIN * limit.all_s + LEAVING * start_s
         self._test_share, self._answers_s = 0.0, 0.0
 
     def expect_test(self, read: Callable[[], T], *, held: int, rows: Callable[[T], int]) -> T:

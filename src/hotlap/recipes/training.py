@@ -88,7 +88,7 @@ def train(
 
     `used_s` of the time that `finish_in` gives is over already.
     """
-    plan = TimePlan(TimeLimit.of(options.finish_in, used_s=used_s) if options.finish_in else None)
+    plan = TimePlan(TimeLimit.of(options.finish_in, used_s=used_s) if options.finish_in else None, start_s=used_s)
     if not options.data:
         raise UsageError(f"no data is named; give --data FILE ({recipe.expects})")
     _check_names(recipe, options, out)
