@@ -168,6 +168,35 @@ def test_a_generator_that_a_module_reads_as_a_global_is_found(kind):
     assert "the script changes its attribute" in watch.reason
 
 
+def shifted_by_a_global(batch):
+    return batch + (RANDOM.random() < 0.9)
+
+
+def shifting_by_its_own():
+    own = np.random.default_rng(0)
+    return lambda batch: batch + float(own.random() < 0.9)
+
+
+class Shifts:
+    def __init__(self):
+        self.own = torch.Generator()
+
+    def __call__(self, batch):
+        return batch + torch.rand(1, generator=self.own).lt(0.9)
+
+    method = __call__
+
+
+@pytest.mark.parametrize("function", [shifted_by_a_global, shifting_by_its_own(), Shifts(), Shifts().method])
+def test_a_generator_that_a_function_of_the_users_draws_from_is_found(function):
+    for draws in (False, True):
+        with Watch([nn.Linear(2, 2)], CPU, [None, function, abs]) as watch:
+            if draws:
+                function(torch.zeros(2))
+        assert (watch.reason is not None) is draws
+    assert "the script changes its attribute" in watch.reason
+
+
 FOUND = {
     KeepsItsState: "'last'",
     CountsInADict: "'stats'",

@@ -283,7 +283,7 @@ class CapturedOutputs:
         self._seen[shape] += 1
         if self._seen[shape] < WORTH_IT:
             return self._eager(batch)
-        with self._recorder.aside(), Watch(self._modules, self._device) as watch:
+        with self._recorder.aside(), Watch(self._modules, self._device, self._functions) as watch:
             made = self._eager(batch)
         self.given_up = watch.reason
         if self.given_up is None:

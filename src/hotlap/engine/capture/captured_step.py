@@ -238,7 +238,7 @@ class CapturedStep:
         constants = HostConstants(self._device) if self._copies_constants else None
         self._eager.around = constants or nullcontext()
         try:
-            with Watch(self._modules, self._device) as watch, self._norms.watched(key):
+            with Watch(self._modules, self._device, self._eager.functions) as watch, self._norms.watched(key):
                 made = self._eager.one(one)
         finally:
             self._eager.look, self._eager.around = None, nullcontext()

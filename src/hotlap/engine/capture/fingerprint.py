@@ -424,15 +424,22 @@ def _each_once(things: Iterable[_Thing]) -> list[_Thing]:
 # --- what is remembered ------------------------------------------------------------------------------
 
 
-def memory(modules: Sequence[nn.Module]) -> dict[tuple[str, str], Any]:
-    """The Python state of modules, by owner and attribute. It holds the objects, so that their ids stay taken."""
+def memory(
+    modules: Sequence[nn.Module], functions: Sequence[Callable[..., Any] | None] = ()
+) -> dict[tuple[str, str], Any]:
+    """The Python state of modules, by owner and attribute. It holds the objects, so that their ids stay taken.
+
+    Of the user's functions, and of what layers read as globals, it notes the generators that they draw from.
+    """
     found: dict[tuple[str, str], Any] = {}
+    kinds = dict.fromkeys(type(layer) for module in modules for layer in module.modules())
+    read = [*chain.from_iterable(map(_globals_of_layers, kinds)), *chain.from_iterable(map(_globals_of, functions))]
+    named = [(".".join(path), _global_at(space, path)) for space, path in read]
+    named += chain.from_iterable(map(_held_by, functions))
+    for attribute, value in named:
+        if isinstance(value, _GENERATORS):
+            found["the script", attribute] = _comparable(value)
     for module in modules:
-        for kind in dict.fromkeys(map(type, module.modules())):
-            for space, path in _globals_of_layers(kind):
-                value = _global_at(space, path)
-                if isinstance(value, _GENERATORS):
-                    found["the script", ".".join(path)] = _comparable(value)
         for name, layer in module.named_modules():
             owner = f"{type(layer).__name__} {name}".strip()
             for attribute, value in layer.__dict__.items():
@@ -441,6 +448,15 @@ def memory(modules: Sequence[nn.Module]) -> dict[tuple[str, str], Any]:
             for attribute, buffer in layer._buffers.items():
                 found[owner, attribute] = _SameObject(buffer)
     return found
+
+
+def _held_by(function: Any) -> Iterator[tuple[str, Any]]:
+    """What a function of the user's holds by name: in its closure, or as attributes of its object."""
+    own, owner = getattr(function, "__func__", function), getattr(function, "__self__", function)
+    if isinstance(own, types.FunctionType):
+        yield from zip(own.__code__.co_freevars, map(_content_of, own.__closure__ or ()), strict=True)
+    if not isinstance(owner, (*_CODE, nn.Module)):
+        yield from getattr(owner, "__dict__", {}).items()
 
 
 def what_changed(before: Mapping[tuple[str, str], Any], after: Mapping[tuple[str, str], Any]) -> str | None:

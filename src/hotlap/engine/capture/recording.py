@@ -48,8 +48,11 @@ class Watch:
     a millisecond per layer.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
-        self._modules, self._on_gpu = modules, device.type == "cuda"
+    def __init__(
+        self, modules: Sequence[nn.Module], device: torch.device, functions: Sequence[Callable[..., Any] | None] = ()
+    ) -> None:
+        """`functions` are the user's functions that run inside."""
+        self._modules, self._functions, self._on_gpu = modules, functions, device.type == "cuda"
         self.reason: str | None = None
         self.waits = False
         """Whether the reason is that the host waits for the device: perhaps for constants that it copies there."""
@@ -62,7 +65,7 @@ class Watch:
     def __enter__(self) -> Watch:
         self._watcher = sys._getframe(1)
         self._before = HostRandomness()
-        self._memory = memory(self._modules)
+        self._memory = memory(self._modules, self._functions)
         self._hooks = [
             register_module_forward_pre_hook(self._before_forward),
             register_module_forward_hook(self._after_forward),
@@ -86,7 +89,7 @@ class Watch:
         for hook in self._hooks:
             hook.remove()
         if kind is None:
-            changed = what_changed(self._memory, memory(self._modules))
+            changed = what_changed(self._memory, memory(self._modules, self._functions))
             self.changed = changed is not None
             if self.reason is None and not self._before.same_as(HostRandomness()):
                 self.reason = "the loss, or a function on batches, draws from the host's randomness"
