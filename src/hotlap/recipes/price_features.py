@@ -95,8 +95,8 @@ class Features:
         facts = read_facts(texts, say)
         columns = [facts.brands, *(_words(table, name) for name in words)]
         fitted = [Means.fit(one, z, seed) for one in columns]
-        cut = WordParts.fit(texts, parts, say)
-        plain = np.concatenate([facts.numbers, cut.of(texts), _numbers(table, numbers)], axis=1)
+        cut, own = WordParts.fit(texts, parts, say)
+        plain = np.concatenate([facts.numbers, own, _numbers(table, numbers)], axis=1)
         low, high = _edges(plain)
         matrix = np.concatenate([plain.clip(low, high), *(seen for _, seen in fitted)], axis=1).astype(np.float32)
         free = np.full(2 * len(fitted), np.inf)

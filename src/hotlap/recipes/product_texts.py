@@ -5,10 +5,11 @@ Units and words are English.
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,8 @@ from hotlap.store.cache import Cache, key_of
 FACTS, PARTS = "text-facts", "word-parts"
 """The cache's names for what is found here."""
 NEEDS = ("a recipe", "hotlap[recipes]")
+Found = tuple[Mapping[str, Any], dict[str, Any]]
+"""Arrays by name, and values."""
 FEW, CHUNK, MOST_WORDS = 100, 1000, 20_000
 """Texts that are not worth the cache; texts in a piece of work; words and pairs that count, the most frequent."""
 _SIZES: dict[str, dict[str, float]] = {
@@ -152,22 +155,30 @@ def read_facts(texts: Sequence[str], say: Say) -> TextFacts:
     if len(texts) <= FEW:
         numbers, brands = _facts_of(texts)
         return TextFacts(numbers=numbers, brands=brands)
-    cache, key, began = Cache(), key_of("facts", list(texts), sys.modules[__name__]), time.perf_counter()
-    if (kept := cache.get(FACTS, key)) is None:
+
+    def find() -> Found:
         chunks = [texts[at : at + CHUNK] for at in range(0, len(texts), CHUNK)]
         shows = now_and_then(say, "facts     of {done:,} of {total:,} texts")
         parts = parallel_map(
             _facts_of, chunks, progress=lambda done, _: shows(min(done * CHUNK, len(texts)), len(texts))
         )
-        took_s = time.perf_counter() - began
-        found = {"brands": [one for _, brands in parts for one in brands], "took_s": took_s}
         joined = np.concatenate([numbers for numbers, _ in parts])
-        tensors, values = cache.get_or_make(FACTS, key, lambda: ({"numbers": joined}, found))
-        say(f"facts     of {len(texts):,} texts in {show_seconds(took_s)}")
-    else:
-        tensors, values = kept.tensors, kept.values
-        say(f"facts     of {len(texts):,} texts, from the cache, which saved {show_seconds(values['took_s'])}")
+        return {"numbers": joined}, {"brands": [one for _, brands in parts for one in brands]}
+
+    tensors, values = _kept(FACTS, (list(texts),), f"facts     of {len(texts):,} texts", find, say)
     return TextFacts(numbers=np.asarray(tensors["numbers"]), brands=values["brands"])
+
+
+def _kept(kind: str, key: Any, words: str, find: Callable[[], Found], say: Say) -> Found:
+    """What was found before with this key, or is found now; a line that begins with `words` says what it took."""
+    cache, whole, began = Cache(), key_of(kind, key, sys.modules[__name__]), time.perf_counter()
+    if (kept := cache.get(kind, whole)) is not None:
+        say(f"{words}, from the cache, which saved {show_seconds(kept.values['took_s'])}")
+        return kept.tensors, kept.values
+    tensors, values = find()
+    took_s = time.perf_counter() - began
+    say(f"{words} in {show_seconds(took_s)}")
+    return cache.get_or_make(kind, whole, lambda: (tensors, {**values, "took_s": took_s}))
 
 
 def _facts_of(texts: Sequence[str]) -> tuple[Numbers, list[str]]:
@@ -184,31 +195,29 @@ class WordParts:
         self.words, self.idf, self.parts = list(words), idf, parts
 
     @classmethod
-    def fit(cls, texts: Sequence[str], count: int, say: Say) -> WordParts:
-        """So many parts of these texts, from the cache or found now; none where no words come twice."""
-        cache, key, began = Cache(), key_of("parts", list(texts), count, sys.modules[__name__]), time.perf_counter()
-        if (kept := cache.get(PARTS, key)) is not None:
-            words, saved = kept.values["words"], show_seconds(kept.values["took_s"])
-            say(f"words     {len(words):,} and pairs of them, from the cache, which saved {saved}")
-            return cls(words, kept.tensors["idf"], kept.tensors["parts"])
-        vectorizer = _vectorizer(min_df=2, max_features=MOST_WORDS)
-        try:
-            matrix = vectorizer.fit_transform(texts)
-        except ValueError:  # no word comes twice
-            return cls([], torch.zeros(0), torch.zeros(0, 0))
-        words = vectorizer.get_feature_names_out().tolist()
-        count = min(count, len(words) - 1)
-        parts = torch.zeros(0, len(words))
-        if count > 0:
-            svd = library("sklearn.decomposition", *NEEDS).TruncatedSVD(count, random_state=0).fit(matrix)
-            parts = torch.from_numpy(svd.components_.astype(np.float32))
-        made, took_s = (
-            cls(words, torch.from_numpy(vectorizer.idf_.astype(np.float32)), parts),
-            time.perf_counter() - began,
-        )
-        cache.get_or_make(PARTS, key, lambda: ({"idf": made.idf, "parts": parts}, {"words": words, "took_s": took_s}))
-        say(f"words     {len(words):,} and pairs of them, reduced to {max(0, count)} numbers in {show_seconds(took_s)}")
-        return made
+    def fit(cls, texts: Sequence[str], count: int, say: Say) -> tuple[WordParts, Numbers]:
+        """So many parts, and their values of these texts, from the cache or found now; none where no word repeats."""
+
+        def find() -> Found:
+            vectorizer = _vectorizer(min_df=2, max_features=MOST_WORDS)
+            try:
+                matrix = vectorizer.fit_transform(texts)
+            except ValueError:  # no word comes twice
+                return {"idf": torch.zeros(0), "parts": torch.zeros(0, 0), "own": np.zeros((len(texts), 0))}, {
+                    "words": []
+                }
+            words, most = vectorizer.get_feature_names_out().tolist(), min(count, matrix.shape[1] - 1)
+            parts = torch.zeros(0, len(words))
+            if most > 0:
+                svd = library("sklearn.decomposition", *NEEDS).TruncatedSVD(most, random_state=0).fit(matrix)
+                parts = torch.from_numpy(svd.components_.astype(np.float32))
+            made = cls(words, torch.from_numpy(vectorizer.idf_.astype(np.float32)), parts)
+            return {"idf": made.idf, "parts": parts, "own": made.of(texts)}, {"words": words}
+
+        key = (list(texts), count, importlib.metadata.version("scikit-learn"))
+        words = f"words     of {len(texts):,} texts, reduced to {count} numbers"
+        tensors, values = _kept(PARTS, key, words, find, say)
+        return cls(values["words"], tensors["idf"], tensors["parts"]), np.asarray(tensors["own"], np.float32)
 
     def of(self, texts: Sequence[str]) -> Numbers:
         """float32: texts × parts."""
