@@ -160,7 +160,7 @@ def test_more_is_answered_at_a_time_than_is_trained_on(options, at_once):
     assert options.judged_at_once == at_once
 
 
-@pytest.mark.parametrize("name", ["image", "temporal", "text"])
+@pytest.mark.parametrize("name", ["image", "price", "temporal", "text"])
 def test_a_recipe_takes_every_value_that_its_trials_may_have(name):
     recipe = recipe_named(name)
     made = recipe(recipe.options_type(), lambda line: None)

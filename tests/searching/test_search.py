@@ -138,6 +138,16 @@ def test_a_search_that_is_killed_goes_on_and_comes_to_the_same(tmp_path, method,
     assert len(made) <= 3
 
 
+def test_an_interrupt_ends_the_search_with_the_line_that_goes_on(tmp_path, monkeypatch, capsys):
+    def interrupted(values):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        searched(tmp_path / "search", made=interrupted, progress=True)
+    assert f"go on with: hotlap.search(…, resume='{tmp_path / 'search'}')" in capsys.readouterr().err
+    assert len(searched(resume=tmp_path / "search").trials) == 3
+
+
 def test_another_space_or_seed_is_refused_where_a_search_goes_on(tmp_path):
     searched(tmp_path / "search", trials=1)
     with pytest.raises(StoreError, match=r"was another search in 2 points:(.|\n)*space was(.|\n)*seed was 0, is 1"):

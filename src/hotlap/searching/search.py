@@ -159,6 +159,9 @@ def search(
             monitor=str(about.get("monitor") or ""),
         )
         return searching.run()
+    except (KeyboardInterrupt, SystemExit):
+        console.say(f"stopped; go on with: hotlap.search(…, resume={str(folder)!r})")
+        raise
     finally:
         randomness.restore()
         console.close()
