@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import textwrap
 import traceback
 import warnings
 from pathlib import Path
@@ -37,20 +36,6 @@ def environment(**variables):
     paths = os.pathsep.join([str(SOURCE), str(Path(__file__).parent)])
     kept = {k: v for k, v in os.environ.items() if not k.startswith("HOTLAP") and k != "NUM_WORKERS"}
     return {**kept, "PYTHONPATH": paths, "HOTLAP_PROGRESS": "lines", "OMP_NUM_THREADS": "1", **variables}
-
-
-def started(script, *arguments, **settings):
-    """A Python process that runs this text."""
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
-        env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **settings,
-    )  # fmt: skip
-
-
-def ended(process):
-    """Its exit code and what it said; nothing here may take long, so a process that does hangs."""
-    out, err = process.communicate(timeout=600)
-    return process.returncode, out, err
 
 
 def hotlap_command(*arguments, cwd=None, **variables):
