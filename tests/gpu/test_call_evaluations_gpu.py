@@ -15,7 +15,8 @@ from waiting import no_waiting
 from hotlap.core.plan import Execution, Numerics
 from hotlap.machine.tf32 import Tf32
 from hotlap.script.calls import evaluations as call_evaluations
-from hotlap.script.calls.evaluations import ROUNDING, SEEN
+from hotlap.script.calls.evaluation_graph import ROUNDING
+from hotlap.script.calls.evaluations import SEEN
 
 DEVICE = torch.device("cuda")
 WARM = SEEN + 1

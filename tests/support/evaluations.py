@@ -6,7 +6,8 @@ import calling
 import torch
 from calling import CAPTURED, FakeGraph, FakeRecorder, net
 
-from hotlap.script.calls.evaluations import SEEN, EvaluationGraph
+from hotlap.script.calls.evaluation_graph import EvaluationGraph
+from hotlap.script.calls.evaluations import SEEN
 
 WARM = SEEN + 1
 """Calls of a kind before the first that is a replay: all of them eager, the last but one looked at, the last recorded

@@ -21,7 +21,8 @@ from hotlap.engine.capture.recording import NotRecordedError, Watch, current_str
 from hotlap.script.calls.autograd_bridge import ParameterAliases, bridged_outputs
 from hotlap.script.calls.eager import EagerCall, Original, why_not_captured
 from hotlap.script.calls.evaluations import Evaluations
-from hotlap.script.calls.graphs import CallGraph, GradientBuffers, GraphRecorder, LossCall, ReplayedCall
+from hotlap.script.calls.gradient_buffers import GradientBuffers
+from hotlap.script.calls.graphs import CallGraph, GraphRecorder, LossCall, ReplayedCall
 from hotlap.script.calls.loss_replay import SEEN_LOSSES, LossReplay
 from hotlap.script.calls.module_state import ModuleState
 from hotlap.script.calls.trees import leaves, sharing_memory, with_gradient_hooks, write_marks
