@@ -28,14 +28,12 @@ from hotlap.recipes.options import below_one, option, outside, unknown_words
 from hotlap.recipes.picture_files import OTHERS, SUFFIXES
 from hotlap.recipes.price_features import Features, listed
 from hotlap.recipes.price_models import (
-    PROBED,
     Blend,
     Mixture,
     PriceNetwork,
     Scale,
     Smape,
     best_shares,
-    rounds_within,
     skewness,
 )
 from hotlap.recipes.recipe import Asked, Numbers, OwnCandidate, Prepared, Say, Trained, Trainer
@@ -203,33 +201,30 @@ class PriceRecipe(TextRecipe):
         self.held_matrix = prepared.held_out.matrix
         return replace(prepared, own=own)
 
-    def tree_job(self, rounds: int) -> trees.TreeJob:
-        """Boosted trees on the same features, at most so many rounds."""
-        options = self.options
+    def train_trees(self, trainer: Trainer) -> Trained:
+        """Boosted trees on the same features, as many rounds as are best for the held-out rows."""
+        options, out = self.options, trainer.folder / "models" / TREES
         name: Literal["xgboost", "lightgbm"] = "xgboost" if options.trees == "xgboost" else "lightgbm"
         params = dict(LIBRARIES[name])
         if name == "xgboost" and options.device != "auto":
             params["device"] = options.device
-        return trees.TreeJob(
+        job = trees.TreeJob(
             self.matrix,
             self.scale.standardised(self.train.target),
             valid=(self.held_matrix, self.scale.standardised(self.held.target)),
             library=name,
             params=params,
-            rounds=rounds,
+            rounds=options.rounds,
             patience=TREE_PATIENCE,
             seed=options.seed % 2**31,
         )
-
-    def train_trees(self, trainer: Trainer) -> Trained:
-        """As many rounds of boosted trees as are best for the held-out rows."""
-        asked, out = self.options.rounds, trainer.folder / "models" / TREES
-        rounds = asked if trainer.limit is None else rounds_within(self.tree_job(PROBED), asked, trainer.limit)
         shutil.rmtree(out, ignore_errors=True)  # of an interrupted run
-        run = trees.fit(self.tree_job(rounds), out=out, reuse=trainer.reuse, progress=trainer.progress)
-        self.say(f"trees     {self.options.trees}, {run.best['round']:,} rounds")
-        if rounds < min(asked, run.best["round"] + TREE_PATIENCE):
-            trainer.left_out.append(f"trees: {asked - rounds:,} of {asked:,} rounds")
+        plan = "off" if options.plan == "off" else "auto"
+        run = trees.fit(
+            job, plan=plan, out=out, reuse=trainer.reuse, finish_in=trainer.limit, progress=trainer.progress
+        )
+        self.say(f"trees     {name}, {run.best['round']:,} rounds")
+        trainer.left_out.extend(f"{TREES}: {line}" for line in run.left_out)
         return Trained(
             weights={"shares": torch.ones(1)},
             answers=self.scale.prices(run.predict(self.held_matrix)),

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hotlap import trees
-from hotlap.fitting.deadline import TimeLimit
 from hotlap.recipes.recipe import Numbers
 from hotlap.recipes.scores import number_report
 from hotlap.recipes.text import Pooled
-from hotlap.trees import TreeJob
 
 SHARES = 21
 """Shares of the trees that the blend tries."""
 BRANCH, HIDDEN = 64, 128
 """Widths of the network beside the encoder: of the numbers, and of the last layer but one."""
-PROBED, SURE = 5, 0.8
-"""Rounds whose pace says how many fit into a deadline, and the share of the time to plan for."""
 BEYOND = 1.0
 """An answer is at most so many deviations beyond the prices that were trained on."""
 
@@ -122,13 +115,6 @@ def best_shares(parts: Mapping[str, Numbers], target: Numbers, scale: Scale) -> 
     mixes = [scale.prices(sum(share * one for share, one in zip(shares, z, strict=True))) for shares in tried]
     best = int(np.argmin([number_report(target, mix)["smape"] for mix in mixes]))
     return tried[best], mixes[best]
-
-
-def rounds_within(probe: TreeJob, rounds: int, limit: TimeLimit) -> int:
-    """How many of so many rounds fit into the time, by the pace of those of a short training."""
-    with tempfile.TemporaryDirectory() as folder:
-        took_s = trees.fit(probe, plan="off", out=Path(folder) / "trees", progress=False).train_s
-    return max(1, min(rounds, int(SURE * limit.left_s * probe.rounds / took_s)))
 
 
 def skewness(values: Numbers) -> float:
