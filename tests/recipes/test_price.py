@@ -400,6 +400,7 @@ def test_shares_of_the_blend_are_those_with_the_least_error_and_never_worse_than
     errors = {name: number_report(target, one)["smape"] for name, one in (*parts.items(), ("mix", mix))}
     assert errors["mix"] < 0.9 * min(errors["encoder"], errors["trees"])
     assert 0.3 < shares[0] < 0.7
+    assert (shares * 20).tolist() == np.round(shares * 20).tolist()
     for useless in parts:
         shares, mix = best_shares({**parts, useless: np.ones(500)}, target, scale)
         assert number_report(target, mix)["smape"] <= min(errors.values()) + 60

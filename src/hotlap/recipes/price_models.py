@@ -14,8 +14,8 @@ from hotlap.recipes.recipe import Numbers
 from hotlap.recipes.scores import number_report
 from hotlap.recipes.text import Pooled
 
-SHARES = 21
-"""Shares of the trees that the blend tries."""
+SHARES = 20
+"""The blend's shares are multiples of one of so many parts."""
 BRANCH, HIDDEN = 64, 128
 """Widths of the network beside the encoder: of the numbers, and of the last layer but one."""
 BEYOND = 1.0
@@ -110,7 +110,7 @@ class PriceNetwork(Pooled):
 
 def best_shares(parts: Mapping[str, Numbers], target: Numbers, scale: Scale) -> tuple[Numbers, Numbers]:
     """The shares of one or two models whose mix has the least SMAPE, and the mix; a part alone is among those tried."""
-    tried = [np.array([1 - share, share]) for share in np.linspace(0, 1, SHARES)] if len(parts) > 1 else [np.ones(1)]
+    tried = [np.array([SHARES - at, at]) / SHARES for at in range(SHARES + 1)] if len(parts) > 1 else [np.ones(1)]
     z = [scale.standardised(one) for one in parts.values()]
     mixes = [scale.prices(sum(share * one for share, one in zip(shares, z, strict=True))) for shares in tried]
     best = int(np.argmin([number_report(target, mix)["smape"] for mix in mixes]))
