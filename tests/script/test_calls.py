@@ -1212,6 +1212,22 @@ def test_what_cannot_be_done_is_refused_in_one_line(make, plan, reason):
         call.use(*plan)
 
 
+@pytest.mark.parametrize("plan", [BF16, CAPTURED])
+@pytest.mark.parametrize("writes", [False, True])
+def test_where_a_script_was_seen_to_write_to_shared_memory_calls_stay_as_they_are(plan, writes):
+    """In another precision each output is a copy."""
+    model = Scripted(OfOneMemory("output"))
+    for x, _ in batches(3):
+        first, second, _ = model(x)
+        if writes:
+            first.mul_(3)
+        second.sum().backward()
+        del first, second
+    reason = model.call.supports(*plan)
+    assert reason is None or "in place that share memory" in reason
+    assert (reason is not None) is writes
+
+
 def test_on_another_stream_than_the_first_replay_a_call_is_eager(monkeypatch):
     """Its arguments would overwrite those that the other stream has still to read."""
     here, told = ["one"], []

@@ -45,7 +45,7 @@ from hotlap.script.calls.eager import (
 from hotlap.script.calls.graphs import GraphRecorder
 from hotlap.script.calls.loss_replay import LossReplay
 from hotlap.script.calls.module_state import ModuleState
-from hotlap.script.calls.trees import copied, leaves, with_gradient_hooks, write_marks
+from hotlap.script.calls.trees import copied, leaves, sharing_memory, with_gradient_hooks, write_marks
 
 _top_hooks = or_none(top_saved_tensors_hooks)  # older versions have none
 NOTED = 8
@@ -86,7 +86,9 @@ class ModuleCall:
         self._plan = _key(Numerics(), Execution())
         self._way: EagerCall | CapturedCall | None = None
         self._inside = False
-        self._autocasts = self._writes = False
+        self._autocasts = self._writes = self._rewrites = False
+        self._shared: list[tuple[Tensor, int]] = []
+        """Outputs of the last noted call that share memory, and the writes to them when the script got them."""
         self._remembers = False
         self._last_autocast = (False, torch.get_autocast_dtype(device.type))
         self.last_inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
@@ -106,6 +108,7 @@ class ModuleCall:
         module, device = self.module, self.device
         yield self._failed.get(_key(numerics, execution))
         yield "its forward pass changes its weights" if self._writes else why_not_changed(module)
+        yield "the script changes outputs in place that share memory" if self._rewrites_shared() else None
         if numerics.precision != "fp32":
             yield why_not_in_precision(module, numerics.precision, device, autocasts=self._autocasts)
         if numerics.layout == "channels_last":
@@ -220,12 +223,22 @@ class ModuleCall:
     def _noted(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call under the script's own plan, and note the form of its outputs."""
         before = write_marks(self.module.parameters())
+        self._rewrites_shared()
         outputs = original(*args, **kwargs)
         self._unnoted = max(0, self._unnoted - 1)
         self._writes |= before != write_marks(self.module.parameters())
         with suppress(Exception):  # outputs may be anything
             self._forms.note(args, kwargs, outputs)
+            if self._unnoted:
+                shared = sharing_memory(leaves(outputs), (args, kwargs))
+                self._shared = [(output.detach(), output._version) for output in shared]
         return outputs
+
+    def _rewrites_shared(self) -> bool:
+        """Whether the script was seen to write to outputs that share memory; releases those of the last call."""
+        self._rewrites |= any(shared._version != writes for shared, writes in self._shared)
+        self._shared.clear()
+        return self._rewrites
 
     def _fall_back(self, error: Exception, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make the script's own call, which fails again if the script is at fault."""
