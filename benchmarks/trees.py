@@ -28,6 +28,7 @@ import numpy as np
 
 from benchmarks.paired import median_interval
 from hotlap import machine, trees
+from hotlap.core.table import table as table_of
 from hotlap.core.units import show_seconds
 from hotlap.guard.signals import StopRequest
 from hotlap.machine.limits import warn_if_busy
@@ -78,11 +79,11 @@ def answers(library: str, booster: Any, x: Array) -> Array:
     return found
 
 
-def timed(work: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds, and what the work came to."""
-    start = time.perf_counter()
+def timed(work: Callable[[], Any]) -> tuple[float, float, Any]:
+    """Seconds, seconds of all cores, and what the work came to."""
+    start, cpu = time.perf_counter(), time.process_time()
     done = work()
-    return time.perf_counter() - start, done
+    return time.perf_counter() - start, time.process_time() - cpu, done
 
 
 def ratio_of(slow: list[float], fast: list[float]) -> str:
@@ -92,19 +93,22 @@ def ratio_of(slow: list[float], fast: list[float]) -> str:
     return f"{statistics.median(ratios):.2f}x [{ratios[low]:.2f}, {ratios[high]:.2f}], {len(ratios)} pairs"
 
 
-def in_turns(guides: Callable[[], Any], hotlap: Callable[[], Any], pairs: int) -> tuple[list[float], list[float], Any]:
-    """Both sides, each first in every other pair."""
-    theirs, ours, last = [], [], (None, None)
+def in_turns(guides: Callable[[], Any], hotlap: Callable[[], Any], pairs: int) -> tuple[str, Any]:
+    """Both sides, each first in every other pair: how they compare, and what they last came to.
+
+    On a busy machine the seconds of cores say more than those on the clock.
+    """
+    walls: tuple[list[float], list[float]] = ([], [])
+    cpus: tuple[list[float], list[float]] = ([], [])
+    last: dict[int, Any] = {}
     for number in range(pairs):
-        if number % 2:
-            (b, run), (a, models) = timed(hotlap), timed(guides)
-        else:
-            (a, models), (b, run) = timed(guides), timed(hotlap)
-        theirs.append(a)
-        ours.append(b)
-        last = models, run
-        print(f"  pair {number + 1}: guides {show_seconds(a)}, hotlap {show_seconds(b)}, {a / b:.2f}x", flush=True)
-    return theirs, ours, last
+        for side in (0, 1) if number % 2 == 0 else (1, 0):
+            wall, cpu, last[side] = timed((guides, hotlap)[side])
+            walls[side].append(wall)
+            cpus[side].append(cpu)
+        a, b, c, d = (show_seconds(side[-1]) for side in (*walls, *cpus))
+        print(f"  pair {number + 1}: guides {a} (cores {c}), hotlap {b} (cores {d})", flush=True)
+    return f"{ratio_of(*walls)}; by seconds of cores {ratio_of(*cpus)}", (last[0], last[1])
 
 
 def targets(options: argparse.Namespace, folder: Path) -> None:
@@ -120,11 +124,11 @@ def targets(options: argparse.Namespace, folder: Path) -> None:
         job = trees.TreeJob(x, y, library=library, params=params, rounds=options.rounds)
         return trees.fit(job, plan=options.plan, out=folder / f"run{next(count)}", progress=False)
 
-    theirs, ours, (models, run) = in_turns(guides, hotlap, options.pairs)
+    found, (models, run) = in_turns(guides, hotlap, options.pairs)
     differ = max(np.abs(run.predict(x)[:, n] - answers(library, m, x)).max() for n, m in enumerate(models))
     print(run.summary())
     shape = f"{x.shape[0]:,} × {x.shape[1]:,} → {options.targets} targets, {options.rounds} rounds"
-    print(f"{library} {shape}: {ratio_of(theirs, ours)}; answers differ by {differ:.3g}")
+    print(f"{library} {shape}: {found}; answers differ by {differ:.3g}")
 
 
 def trials(options: argparse.Namespace, folder: Path) -> None:
@@ -158,10 +162,10 @@ def trials(options: argparse.Namespace, folder: Path) -> None:
                 scores.append(float(np.sqrt(np.mean(error**2))))
         return scores
 
-    theirs, ours, (before, after) = in_turns(guides, hotlap, options.pairs)
+    found, (before, after) = in_turns(guides, hotlap, options.pairs)
     shape = f"{rows:,} × {x.shape[1]:,}, {options.trials} settings × {options.folds} folds, {options.rounds} rounds"
     differ = max(abs(a - b) / a for a, b in zip(before, after, strict=True))
-    print(f"{library} {shape}: {ratio_of(theirs, ours)}; errors differ by {differ:.2%} at most")
+    print(f"{library} {shape}: {found}; errors differ by {differ:.2%} at most")
 
 
 def plans(cores: int, count: int) -> list[trees.TreePlan]:
@@ -195,13 +199,17 @@ def sweep(options: argparse.Namespace, folder: Path) -> None:
         for number in range(options.laps):
             for plan in everything if number % 2 else reversed(everything):
                 laps[plan].append(crews[plan].lap(growths[plan], options.lap_rounds, watch))
+        print(*table_of(run.ledger), sep="\n")
         print(f"{library} {rows:,} × {options.columns}, {options.targets} targets; fit chose {run.plan}")
         for plan in everything:
             middle = statistics.median(laps[plan])
             print(
                 f"  {plan}: {show_seconds(middle)} a round; the chosen one takes {ratio_of(laps[run.plan], laps[plan])}"
             )
-        content = {growths[plan][0].booster.dump(1) for plan in everything if not plan.joint}
+        # LightGBM writes the threads below the trees.
+        content = {
+            growths[plan][0].booster.dump(5).partition(b"end of trees")[0] for plan in everything if not plan.joint
+        }
         print(f"  first trees: {'the same' if len(content) == 1 else 'DIFFERENT'} under {len(everything)} plans")
         for crew in crews.values():
             crew.close()

@@ -28,9 +28,10 @@ LAP_S = 0.05
 """Seconds that a lap takes at least, where there are enough rounds for it."""
 BUDGET = 0.05
 """Part of the training that rounds may take which are thrown away."""
-MOST_QUADS = 8
+MOST_QUADS, LIKELY_QUADS = 12, 4
+"""Laps A B B A of a comparison at most, and how many the budget has to allow: laps are shorter where it is small."""
 LEAST_LAPS = 12
-"""Laps of one round that a training must have left for a comparison."""
+"""Laps that a training must have left for a comparison."""
 LIKE, ROWS_COMPARED = 1e-3, 10_000
 """How far answers of a GPU may be from those of the CPU, as a part of their spread, and on how many rows."""
 MEMORY = 0.25
@@ -79,7 +80,9 @@ class Choice:
         self.ran: dict[str, str] = {}
         """The parameters that the library reports."""
         self._ledger, self._watch = ledger, watch
-        self._step_s, self._cost_s = math.nan, 0.0
+        self.step_s = math.nan
+        """Seconds a round × target under the plan."""
+        self._cost_s = 0.0
         self._kept: list[Estimate] = []
         self._no_room = ""
         """Why there are no copies of the data for more boosters at once."""
@@ -144,9 +147,9 @@ class Choice:
         crew = Crew(self.plan)
         crew.lap(self.growths, 1, self._watch)
         self.ran = self.growths[0].booster.ran()
-        self._step_s = crew.lap(self.growths, 1, self._watch)
+        self.step_s = crew.lap(self.growths, 1, self._watch)
         crew.close()
-        figures = {} if math.isnan(self._step_s) else {"step_s": self._step_s}
+        figures = {} if math.isnan(self.step_s) else {"step_s": self.step_s}
         self._write("baseline", "chosen", "", figures, kind="baseline")
 
     def _make_room(self, count: int) -> None:
@@ -172,7 +175,7 @@ class Choice:
     def _left_s(self) -> float:
         """Seconds that the rest takes at the pace of the plan, up to a deadline."""
         rounds = sum(self.job.rounds - growth.rounds for growth in self.growths) + len(self.left) * self.job.rounds
-        pace_s = rounds * self._step_s if math.isfinite(self._step_s) else 0.0
+        pace_s = rounds * self.step_s if math.isfinite(self.step_s) else 0.0
         return max(0.0, min(pace_s, self._watch.until_s - time.perf_counter()))
 
     # --- one rival -------------------------------------------------------------------------------------
@@ -184,8 +187,9 @@ class Choice:
         if rival.changes.get("at_once", 1) > len(self.slots):
             self._write(rival.what, "not tried", self._no_room)
             return "not tried"
-        lap_s = self._step_s * len(self.growths)
-        rounds = max(1, min(math.ceil(LAP_S / lap_s), self.job.rounds // LEAST_LAPS)) if lap_s > 0 else 1
+        lap_s = self.step_s * len(self.growths)
+        affordable = BUDGET * self._left_s() / lap_s / (2 * LIKELY_QUADS) if lap_s > 0 else 1
+        rounds = max(1, min(math.ceil(LAP_S / lap_s), int(affordable))) if lap_s > 0 else 1
         if self._left_s() < LEAST_LAPS * rounds * lap_s:
             self._write(rival.what, "not tried", f"only {show_seconds(self._left_s())} of training are left")
             return "not tried"
@@ -232,7 +236,7 @@ class Choice:
             why = f"takes {show_seconds(contest.needs_s())} for the rest, and the plan {show_seconds(self._left_s())}"
             self._write(rival.what, "rejected", why, figures, cost_s)
         else:
-            self.plan, self._step_s = contest.plan, contest.step_s(1)
+            self.plan, self.step_s = contest.plan, contest.step_s(1)
             self._kept.append(seen)
             self.growths = contest.take_over()
             self.ran = self.growths[0].booster.ran()
@@ -243,8 +247,8 @@ class Choice:
         figures = {"cost_s": self._cost_s, "ratio": math.prod(seen.ratio for seen in self._kept)}
         if len(self._kept) == 1:
             figures |= {"low": self._kept[0].low, "high": self._kept[0].high}
-        if math.isfinite(self._step_s):
-            figures["step_s"] = self._step_s
+        if math.isfinite(self.step_s):
+            figures["step_s"] = self.step_s
         self._write("tuned", "chosen", "", figures, kind="tuned")
 
     def _write(
@@ -299,7 +303,6 @@ class Contest:
 
     def run(self, renew: Callable[[], bool], left_s: Callable[[], float]) -> None:
         """Take quads until there is a verdict, the budget is spent, or no booster is left."""
-        begin_s = left_s()
         self._lap(1)  # sets up
         while self.comparison.verdict is None and not self._watch.is_over:
             quad = [self._lap(number) for number in (0, 1, 1, 0)]
@@ -312,9 +315,10 @@ class Contest:
             for number, seconds in zip((0, 1, 1, 0), quad, strict=True):
                 self._laps[number].append(seconds)
             self.comparison.add(*quad)
+            self._choice.step_s = self.step_s(0)
             # As of any tuning: what seems to be there to save may cost a quarter of it.
-            seen = max(0.0, 1 - 1 / self.comparison.estimate.ratio) * left_s()
-            if self.lost_s > BUDGET * begin_s + seen / 4:
+            seen = max(0.0, 1 - 1 / self.comparison.estimate.ratio)
+            if self.lost_s > (BUDGET + seen / 4) * left_s():
                 return
 
     def needs_s(self) -> float:
