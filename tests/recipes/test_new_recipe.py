@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import Subset, TensorDataset
 
 from hotlap import Rig
-from hotlap.core.errors import DataError, JobError
+from hotlap.core.errors import DataError, JobError, UsageError
 from hotlap.fitting.deadline import TimeLimit
 from hotlap.recipes import answers, training
 from hotlap.recipes.options import Options, option, options_of
@@ -277,3 +277,51 @@ def test_a_quick_model_is_never_left_out_for_want_of_time(data, tmp_path, monkey
     run = train(Several, options, out=tmp_path / "run", retrain=False, say=lambda line: None, progress=False)
     report = json.loads((run / "report.json").read_text())
     assert (list(report["models"]), report["left_out"]) == (["sums", "blend"], ["the model other"])
+
+
+# --- trials ----------------------------------------------------------------------------------------------
+
+
+class Searched(Three):
+    """Only the learning rate varies; the models differ by what begins them."""
+
+    rates: list = []  # noqa: RUF012
+
+    def space(self):
+        return {"lr": [1e-9, 0.05]}
+
+    def job(self, name, data, held):
+        self.rates.append(self.options.lr)
+        return super().job(name, data, held)
+
+
+def with_trials(data, out, **given):
+    options = options_of(Searched.options_type, None, {"data": str(data), "plan": "off", "device": "cpu", **given})
+    train(Searched, options, out=out, retrain=False, say=(said := []).append, progress=False)
+    return said, json.loads((out / "report.json").read_text())
+
+
+def test_trials_vary_the_declared_options_and_the_models_and_folds_use_the_best(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(answers, "recipe_named", {"amount": Searched}.__getitem__)
+    monkeypatch.setattr(Searched, "rates", [])
+    said, report = with_trials(data, tmp_path / "run", trials=5, epochs=4, batch_size=16)
+    (name,) = report["models"]
+    one = report["models"][name]
+    assert (one["values"], one["trials"], name in ("first", "second")) == ({"lr": 0.05}, 5, True)
+    assert Searched.rates[-3:] == [0.05] * 3  # the folds
+    assert any(line.startswith("trials    5: ") for line in said)
+    assert len(list((tmp_path / "run/search/trials").iterdir())) == 5
+    answers.answer(tmp_path / "run", data, tmp_path / "answers.csv", say=lambda line: None, device="cpu")
+    _, more = with_trials(data, tmp_path / "run", trials=7, epochs=4, batch_size=16)
+    assert next(iter(more["models"].values()))["trials"] == 7
+
+
+def test_a_learning_rate_that_is_given_is_not_tried_and_no_space_is_refused(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(answers, "recipe_named", {"amount": Searched}.__getitem__)
+    monkeypatch.setattr(Searched, "rates", [])
+    _, report = with_trials(data, tmp_path / "run", trials=2, epochs=1, lr=0.02)
+    assert set(Searched.rates) == {0.02}
+    assert list(next(iter(report["models"].values()))["values"]) == []
+    monkeypatch.setattr(Searched, "space", lambda recipe: {})
+    with pytest.raises(UsageError, match="trials=2: amount has no values to try"):
+        with_trials(data, tmp_path / "none", trials=2)
