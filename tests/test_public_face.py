@@ -65,10 +65,10 @@ def run(*arguments):
 
 
 @pytest.fixture(scope="module")
-def forked(torch_forks, tmp_path_factory):
-    """Runs a command as `run` does, where it does not matter that torch was loaded before."""
+def forked(forks, tmp_path_factory):
+    """Runs a command as `run` does, where it does not matter that hotlap was loaded before."""
     folder = tmp_path_factory.mktemp("work")
-    return lambda *arguments: torch_forks.run(*arguments, cwd=folder, environment=ENVIRONMENT)
+    return lambda *arguments: forks.run(*arguments, cwd=folder, environment=ENVIRONMENT)
 
 
 def run_code(code):
@@ -93,9 +93,10 @@ def test_every_public_name_can_be_imported_and_is_called_so(name):
     assert getattr(value, "__doc__", None)
 
 
-def test_a_star_import_brings_exactly_the_public_names():
-    told = run_code("from hotlap import *; print(sorted(n for n in dir() if n[0] != '_' or n == '__version__'))")
-    assert set(ast.literal_eval(told)) == PUBLIC
+def test_a_star_import_brings_exactly_the_public_names(torch_forks, tmp_path):
+    code = "from hotlap import *; print(sorted(n for n in dir() if n[0] != '_' or n == '__version__'))"
+    done = torch_forks.run("-c", code, cwd=tmp_path)
+    assert set(ast.literal_eval(done.stdout)) == PUBLIC, done.stderr
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error():
@@ -105,14 +106,15 @@ def test_a_name_that_is_not_there_is_an_attribute_error():
         from hotlap import fti  # noqa: F401
 
 
-def test_a_public_name_is_the_same_whatever_was_imported_before():
-    told = run_code("""
+def test_a_public_name_is_the_same_whatever_was_imported_before(torch_forks, tmp_path):
+    code = """
         import hotlap
         first = {name: getattr(hotlap, name) for name in reversed(hotlap.__all__)}
         import hotlap.cli, hotlap.fitting.fit, hotlap.store.run_folder, hotlap.machine
         print([name for name in hotlap.__all__ if getattr(hotlap, name) is not first[name]])
-    """)
-    assert told == "[]\n"
+    """
+    done = torch_forks.run("-c", textwrap.dedent(code), cwd=tmp_path)
+    assert done.stdout == "[]\n", done.stderr
 
 
 def test_the_version_is_one_that_packaging_understands():
@@ -166,12 +168,12 @@ def test_help_names_the_commands_and_the_exit_codes():
     assert "Exit codes: 0 done; 1 " in " ".join(done.stdout.split())
 
 
-def test_every_command_explains_itself():
+def test_every_command_explains_itself(forked):
     from hotlap.cli import app
 
     for command in app.registered_commands:
         name = command.name or command.callback.__name__
-        done = run("-m", "hotlap", name, "--help")
+        done = forked("-m", "hotlap", name, "--help")
         assert (done.returncode, done.stderr) == (0, "")
         assert "--json" in done.stdout
 
@@ -182,8 +184,8 @@ def test_version_is_printed_on_stdout():
 
 
 @pytest.mark.parametrize("arguments", [["bogus"], ["--bogus"], ["demo", "--epochs", "many"], ["demo", "extra"]])
-def test_a_command_line_that_makes_no_sense_ends_with_2_and_says_so_on_stderr(arguments):
-    done = run("-m", "hotlap", *arguments)
+def test_a_command_line_that_makes_no_sense_ends_with_2_and_says_so_on_stderr(arguments, forked):
+    done = forked("-m", "hotlap", *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert "Error" in done.stderr
     assert "Traceback" not in done.stderr
