@@ -186,6 +186,7 @@ def sweep(options: argparse.Namespace, folder: Path) -> None:
         x, y = table(rows, options.columns, options.targets)
         job = trees.TreeJob(x, y, library=library, params=PARAMS[library], rounds=options.rounds)
         run = trees.fit(job, plan="auto", out=folder / f"sweep{rows}", progress=False)
+        job = trees.TreeJob(x, y, library=library, params=PARAMS[library], rounds=1 + options.laps * options.lap_rounds)
         everything = sorted({*plans(cores, options.targets), run.plan}, key=str)
         growths = {}
         for plan in everything:
@@ -208,9 +209,11 @@ def sweep(options: argparse.Namespace, folder: Path) -> None:
             )
         # LightGBM writes the threads below the trees.
         content = {
-            growths[plan][0].booster.dump(5).partition(b"end of trees")[0] for plan in everything if not plan.joint
+            growths[plan][0].booster.dump(job.rounds).partition(b"end of trees")[0]
+            for plan in everything
+            if not plan.joint
         }
-        print(f"  first trees: {'the same' if len(content) == 1 else 'DIFFERENT'} under {len(everything)} plans")
+        print(f"  trees: {'the same' if len(content) == 1 else 'DIFFERENT'} under {len(everything)} plans")
         for crew in crews.values():
             crew.close()
 
