@@ -6,6 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
+import tiny_encoders
 import torch
 from recipe_data import products_file, tiny_config, write_rows
 from typer.testing import CliRunner
@@ -14,7 +15,7 @@ import hotlap
 from hotlap.cli import app
 from hotlap.core.errors import DataError, JobError, StoreError
 from hotlap.recipes import price, price_features
-from hotlap.recipes.answers import answer
+from hotlap.recipes.answers import answer, outputs_of
 from hotlap.recipes.options import options_of
 from hotlap.recipes.price import RECIPE, PriceOptions, joined_texts
 from hotlap.recipes.price_features import Features, Means
@@ -319,6 +320,24 @@ def test_batches_are_accumulated_as_asked(tmp_path):
     prepared = RECIPE.prepare(options(data, config=config, batch_size=8, accumulate=4), lambda line: None)
     job = prepared.candidates[0].job()
     assert (job.batch_size, job.accumulate, job.effective_batch) == (8, 4, 32)
+
+
+def test_an_encoder_as_deberta_is_read_from_a_folder_of_weights(tmp_path):
+    data, lines = products_file(tmp_path / "products.csv", 60), []
+    config = tiny_encoders.tiny("deberta-v3", head="Model").config.to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    first = RECIPE.prepare(options(data, config=str(tmp_path / "config.json")), lines.append).reader
+    model = first.initial_model()
+    assert model.encoder.encoder.position_buckets == 8
+    model.encoder.save_pretrained(tmp_path / "weights")
+    first.encoder.save_tokenizer(tmp_path / "weights")
+    found = RECIPE.prepare(options(data, weights=str(tmp_path / "weights")), lines.append)
+    assert any(line.startswith("encoder   deberta-v2 of ") and line.endswith(", pretrained") for line in lines)
+    mine, theirs = (one.encoder.state_dict() for one in (model, found.reader.initial_model()))
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    z = outputs_of(found.reader.forward, model, found.held_out.tokens, batch_size=8, device="cpu")
+    assert z.shape == (12,)
+    assert torch.isfinite(z).all()
 
 
 def test_without_the_library_of_trees_the_encoder_answers_alone(tmp_path, monkeypatch):

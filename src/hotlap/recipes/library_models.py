@@ -40,6 +40,11 @@ EARLIER = ("rope_theta", "rope_scaling", "partial_rotary_factor", "global_rope_t
 """Settings as earlier versions wrote them, which the library still reads."""
 SET_HERE = ("image_size", "max_position_embeddings", "pad_token_id", "type_vocab_size", "vocab_size")
 """Settings that recipes give to every model, were they of no use to some."""
+READ_BESIDE = {
+    "deberta-v2": ("position_buckets", "norm_rel_ebd", "share_att_key", "conv_kernel_size", "conv_groups", "conv_act",
+        "attention_head_size", "embedding_size", "cls_dropout"),
+}  # fmt: skip
+"""Settings that models of a type read, though its class of configs has none of them; DeBERTa v3 has the first three."""
 USUAL = {"position_embedding_type": "absolute", "pruned_heads": {}}
 """Settings that this version of the library lacks, with the value it always uses."""
 
@@ -211,6 +216,7 @@ def _unknown(config: Mapping[str, Any], example: Any) -> Iterator[str]:
     """The keys of a config, and of configs inside of it, that one of its type does not have."""
     names = {one.name for one in dataclasses.fields(example)} if dataclasses.is_dataclass(example) else set()
     known = {*names, *example.to_dict(), *example.attribute_map, *EARLIER, *SET_HERE, "model_type"}
+    known.update(READ_BESIDE.get(example.model_type, ()))
     for key, value in config.items():
         inner = getattr(example, key, None) if key in known else None
         if key not in known and (key not in USUAL or value != USUAL[key]):
