@@ -97,6 +97,7 @@ def test_the_model_in_the_folder_gives_the_same_answers(library, tmp_path):
         ("xgboost", {"booster": "dart", "rate_drop": 0.5}),
         ("xgboost", {"num_parallel_tree": 3, "subsample": 0.5}),
         ("xgboost", {"tree_method": "exact"}),
+        ("xgboost", {"grow_policy": "lossguide", "max_leaves": 4}),
         ("xgboost", {"tree_method": "approx"}),
         ("lightgbm", {"boosting": "dart", "drop_rate": 0.5}),
         ("lightgbm", {"boosting": "rf", "bagging_freq": 1, "bagging_fraction": 0.5}),
@@ -245,6 +246,14 @@ def test_fewer_threads_are_kept_where_they_are_faster(library, tmp_path, monkeyp
     assert [e.outcome for e in run.ledger if e.kind == "move"] == ["kept", "kept"]
     plain = fitted(tmp_path, job_of(library, Y[:, 0], rounds=60), {"threads": 1}, "plain")
     assert np.array_equal(run.predict(X), plain.predict(X))
+
+
+def test_threads_are_left_alone_where_they_change_the_trees(tmp_path, monkeypatch):
+    timed(monkeypatch, lambda plan: float(plan.threads))
+    four_cores(monkeypatch)
+    run = fitted(tmp_path, job_of("lightgbm", rounds=30, params={"use_quantized_grad": True}), "auto")
+    assert (run.plan.threads, run.plan.at_once) == (4, 1)
+    assert [(e.what, e.outcome) for e in run.ledger if e.kind == "move"] == [("threads", "not tried")]
 
 
 def test_one_booster_for_all_targets_is_kept_where_it_is_faster(tmp_path, monkeypatch):

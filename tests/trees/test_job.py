@@ -80,6 +80,9 @@ def test_parameters_that_hotlap_sets_are_refused_with_where_they_belong(library)
 
 def test_the_parameters_of_an_objective_are_known_with_it():
     TreeJob(X, np.abs(Y), params={"objective": "reg:tweedie", "tweedie_variance_power": 1.2})
+    TreeJob(X, Y, params={"objective": "reg:quantileerror", "quantile_alpha": 0.2})
+    (found,) = problems(X, Y, params={"objective": "reg:quantileerror", "quantile_alpha": [0.2, 0.8]})
+    assert "a job for each" in found
     assert "no parameter 'tweedie_variance_power'" in problems(X, Y, params={"tweedie_variance_power": 1.2})[0]
 
 

@@ -19,6 +19,7 @@ from hotlap.core.ledger import Entry, Ledger
 from hotlap.core.plan import Plan
 from hotlap.core.units import show_bytes, show_seconds
 from hotlap.machine.limits import read_memory
+from hotlap.trees import parameters
 from hotlap.trees.growing import Crew, Grown, Growth, Watch
 from hotlap.trees.job import TreeJob, TreePlan
 from hotlap.trees.libraries import Held, can_join
@@ -93,7 +94,9 @@ class Choice:
         self._time_baseline()
         if gpu:
             self._try(GPU)
-        if self.plan.device == "cpu":
+        if parameters.threads_decide(self.job.library, self.job.params):
+            self._write("threads", "not tried", "with use_quantized_grad they change the trees")
+        elif self.plan.device == "cpu":
             todo = rivals(self.job, cores=cores)
             self._make_room(max((rival.changes.get("at_once", 1) for rival in todo), default=1))
             for rival in todo:

@@ -53,6 +53,8 @@ _LIGHTGBM_OWN = {
 }
 _XGBOOST_MORE = ("objective", "eval_metric", "booster", "device", "sampling_method", "max_bin")
 """Parameters that the configuration of a booster keeps under another name, or not at all."""
+_DEMANDED = {"quantile_alpha": 0.5, "expectile_alpha": 0.5, "num_class": 2}
+"""Parameters without which some objectives of XGBoost do not begin; others pass them over."""
 _UNCHECKED = ("objective", "metric", "eval_metric", "boosting", "booster", "device", "device_type")
 """Parameters whose value the library writes in other words; the device is compared by itself."""
 
@@ -119,6 +121,11 @@ def is_device(value: object) -> bool:
     return isinstance(value, str) and re.fullmatch(r"cpu|cuda(:\d{1,3})?", value) is not None
 
 
+def threads_decide(name: str, params: Mapping[str, Any]) -> bool:
+    """Whether the trees themselves depend on threads: LightGBM rounds quantised gradients by chance in each thread."""
+    return name == "lightgbm" and bool(params.get("use_quantized_grad")) and bool(params.get("stochastic_rounding", 1))
+
+
 def device_of(params: Mapping[str, Any]) -> Any:
     """The device that the parameters ask for; None where they name none."""
     return params.get("device", params.get("device_type"))
@@ -142,6 +149,11 @@ def _xgboost_problems(params: Mapping[str, Any]) -> list[str]:
             wrong.append(f"XGBoost has no parameter {name!r}{did_you_mean(name, known)}")
         elif isinstance(value, str) and value.startswith(("gpu_", "grow_gpu")):
             wrong.append(f"{name}={value!r} is gone from XGBoost: write 'device': 'cuda' and 'tree_method': 'hist'")
+    wrong += [
+        f"{name}={shown(params[name])} asks for several answers; give one, and a job for each"
+        for name in ("quantile_alpha", "expectile_alpha")
+        if isinstance(params.get(name), (list, tuple))
+    ]
     if params.get("booster") == "gblinear":
         wrong.append("booster='gblinear' grows no trees; use gbtree or dart")
     return wrong
@@ -164,7 +176,7 @@ def _xgboost_names(objective: str, booster: str) -> frozenset[str]:
     """The parameters of XGBoost for an objective, as a booster itself lists them."""
     xgb = library("xgboost", NEEDS, EXTRA)
     data = xgb.DMatrix(np.zeros((2, 1), np.float32), label=[0.0, 1.0], nthread=1)
-    settings = {"verbosity": 0, "nthread": 1, "booster": booster, "tree_method": "hist"}
+    settings = {"verbosity": 0, "nthread": 1, "booster": booster, "tree_method": "hist", **_DEMANDED}
     try:
         config = xgb.Booster({**settings, "objective": objective}, [data]).save_config()
     except xgb.core.XGBoostError:  # refused when training begins, with the library's own words
