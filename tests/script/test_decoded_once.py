@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader, Dataset
 pytest.importorskip("PIL")
 from PIL import Image, ImageDraw, ImageFile, ImageOps
 
+from hotlap.core.ledger import Ledger
+from hotlap.core.plan import Plan
 from hotlap.core.tricks import DECODED_ONCE
 from hotlap.data import picture_memory
 from hotlap.data.picture_memory import State
@@ -296,6 +298,14 @@ def test_where_no_picture_comes_again_nothing_is_remembered_any_more(once):
         facts(Image.open(io.BytesIO(jpeg(seed=epoch))).convert("RGB"))
         once.begin_epoch(LOADER, 1, has_more=False)
     assert once.memory.state is State.ALWAYS_NEW
+
+
+def test_a_script_that_reads_no_picture_is_told_nothing_about_pictures(once):
+    ledger = Ledger()
+    for _ in range(3):
+        once.begin_epoch(LOADER, 1, has_more=False)
+    once.write_down(ledger, Plan())
+    assert len(ledger) == 0
 
 
 def test_other_data_has_other_epochs(once):

@@ -103,6 +103,8 @@ class DecodedOnce:
     def write_down(self, ledger: Ledger, plan: Plan) -> None:
         """Add what it gave to a ledger, if anything."""
         memory, counts = self.memory, self.memory.counts
+        if memory.state is State.ALWAYS_NEW and not counts.remember_s:
+            return  # the script read no picture
         figures: dict[str, float] = {"recalled": counts.recalled}
         words = []
         if counts.compared:
