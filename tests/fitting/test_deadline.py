@@ -50,7 +50,7 @@ def quiet(job, out, **settings):
     return fit(job, plan="off", out=out, **{"progress": False, **settings})
 
 
-@pytest.mark.parametrize(("seconds", "eval_every"), [(20, None), (20, 37), ("1m 30s", 37), ("1m 30s", 1000)])
+@pytest.mark.parametrize(("seconds", "eval_every"), [(20, None), (20, 1), (20, 37), ("1m 30s", 37), ("1m 30s", 1000)])
 def test_it_ends_in_time_and_uses_at_least_95_percent_of_it(clock, tmp_path, seconds, eval_every):
     all_s, began = read_seconds(seconds), clock()
     run = quiet(job_for(eval_every=eval_every), tmp_path / "run", finish_in=seconds)

@@ -80,8 +80,8 @@ class Deadline:
         self._limit, self._job, self._rig, self._closing_s = limit, job, rig, closing_s
         self.total = total
         """Updates that were asked for."""
-        self.updates = min(total, planned or total)
-        """Updates that are planned; the schedule spans them, if it can."""
+        self.updates = min(total, planned or total) if rig.schedule.spans_the_run else total
+        """Updates that are planned, and that the schedule spans; all where it can span nothing else."""
         self._evaluation_s: float | None = None
         self._aside_s = self._pace_s = 0.0
         self._first = self._mark = (rig.steps, time.perf_counter())
@@ -113,7 +113,7 @@ class Deadline:
             return False
         self._rig.wait()  # the host runs ahead of a GPU
         if self._mark is self._first:  # a first step takes longer than others
-            self._pace_s, self._mark = self._step_s(), (self._rig.steps, time.perf_counter())
+            self._begin_measuring()
         now, step_s = time.perf_counter(), self._step_s() * self._rig.plan.execution.replay_steps
         spare_s = self._spare_s(now)
         # Ever more often towards the end: a look waits for the device.
@@ -126,11 +126,11 @@ class Deadline:
         is_early = self.total > self.updates <= self._rig.steps and self._spare_s(now) > UNUSED * self._limit.all_s
         if not is_early and not (self._plans_at and now >= self._plans_at[0] and made >= SETTLED):
             return None
+        self._rig.wait()
         is_first = len(self._plans_at) == len(PLANNED_AT)
         self._plans_at = [at for at in self._plans_at if at > now]
-        fit = min(self.total, self._fitting(now))
-        self._pace_s = self._step_s()
-        self._mark, self._aside_s = (self._rig.steps, now), 0.0
+        fit = min(self.total, self._fitting(time.perf_counter()))
+        self._begin_measuring()
         schedule = self._rig.schedule
         if not schedule.spans_the_run:
             return self._words_of_no_span(fit) if is_first and fit < self.total else None
@@ -184,6 +184,11 @@ class Deadline:
         )
 
     # --- the pace ----------------------------------------------------------------------------------
+
+    def _begin_measuring(self) -> None:
+        """Measure the pace from here on; until then it is the last one."""
+        self._pace_s = self._step_s()
+        self._mark, self._aside_s = (self._rig.steps, time.perf_counter()), 0.0
 
     def _step_s(self) -> float:
         """Seconds an update, without evaluations, since the last plan."""
