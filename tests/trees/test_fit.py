@@ -226,13 +226,13 @@ def four_cores(monkeypatch):
 def test_boosters_at_once_are_kept_where_they_are_faster_and_rejected_where_not(library, faster, tmp_path, monkeypatch):
     timed(monkeypatch, lambda plan: 1.0 / plan.at_once**2 if faster else float(plan.at_once))
     four_cores(monkeypatch)
-    run = fitted(tmp_path, job_of(library, rounds=40), "auto")
+    run = fitted(tmp_path, job_of(library, rounds=80), "auto")
     tried = {entry.what: entry for entry in run.ledger if entry.kind == "move"}
     assert tried["4 boosters at once, 1 thread each"].outcome == ("kept" if faster else "rejected")
     assert run.plan.at_once == (4 if faster else 1)
     assert run.plan.threads == (1 if faster else 4)
     assert "ratio" in tried["4 boosters at once, 1 thread each"].figures
-    plain = fitted(tmp_path, job_of(library, rounds=40), {"threads": 1}, "plain")
+    plain = fitted(tmp_path, job_of(library, rounds=80), {"threads": 1}, "plain")
     assert np.array_equal(run.predict(X), plain.predict(X))
     assert "boosters at once" in run.summary()
 
@@ -241,10 +241,10 @@ def test_boosters_at_once_are_kept_where_they_are_faster_and_rejected_where_not(
 def test_fewer_threads_are_kept_where_they_are_faster(library, tmp_path, monkeypatch):
     timed(monkeypatch, lambda plan: float(plan.threads))
     four_cores(monkeypatch)
-    run = fitted(tmp_path, job_of(library, Y[:, 0], rounds=60), "auto")
+    run = fitted(tmp_path, job_of(library, Y[:, 0], rounds=90), "auto")
     assert run.plan.threads == 1
     assert [e.outcome for e in run.ledger if e.kind == "move"] == ["kept", "kept"]
-    plain = fitted(tmp_path, job_of(library, Y[:, 0], rounds=60), {"threads": 1}, "plain")
+    plain = fitted(tmp_path, job_of(library, Y[:, 0], rounds=90), {"threads": 1}, "plain")
     assert np.array_equal(run.predict(X), plain.predict(X))
 
 
@@ -259,16 +259,24 @@ def test_threads_are_left_alone_where_they_change_the_trees(tmp_path, monkeypatc
 def test_one_booster_for_all_targets_is_kept_where_it_is_faster(tmp_path, monkeypatch):
     timed(monkeypatch, lambda plan: 0.1 if plan.joint else 1.0)
     four_cores(monkeypatch)
-    run = fitted(tmp_path, job_of(rounds=40), "auto")
+    run = fitted(tmp_path, job_of(rounds=80), "auto")
     assert run.plan.joint
     assert len(run.model.boosters) == 1
-    assert np.array_equal(run.predict(X), fitted(tmp_path, job_of(rounds=40), name="plain").predict(X))
+    assert np.array_equal(run.predict(X), fitted(tmp_path, job_of(rounds=80), name="plain").predict(X))
 
 
 def test_one_booster_for_all_targets_is_refused_where_it_would_change_the_trees(tmp_path):
     for job in (job_of(params={"subsample": 0.5}), job_of(judged=True), job_of("lightgbm"), job_of(y=Y[:, 0])):
         with pytest.raises(PlanError, match="would change the trees"):
             fitted(tmp_path, job, {"joint": True})
+
+
+@BOTH
+def test_a_training_too_short_to_pay_for_it_throws_no_rounds_away(library, tmp_path):
+    run = fitted(tmp_path, job_of(library), "auto")
+    lossless = "boosters at once" if library == "xgboost" else "none"  # threads of XGBoost change as it grows
+    assert {e.outcome for e in run.ledger if e.kind == "move" and lossless not in e.what} <= {"not tried"}
+    assert max(entry.step for entry in run.ledger) <= 5 * 8
 
 
 def test_the_plan_of_a_run_is_used_again(tmp_path):
@@ -391,9 +399,9 @@ def test_a_gpu_is_kept_only_where_it_is_faster_works_and_grows_the_same_trees(
 
     monkeypatch.setattr(libraries.XgboostBooster, "__init__", as_if)
     monkeypatch.setattr(machine, "choose_device", lambda *_, **__: SimpleNamespace(type="cuda"))
-    run = fitted(tmp_path, job_of(y=y, rounds=60), "auto")
+    run = fitted(tmp_path, job_of(y=y, rounds=90), "auto")
     (gpu,) = [entry for entry in run.ledger if entry.what == "GPU"]
     assert (gpu.outcome, run.plan.device) == (outcome, "cuda" if outcome == "kept" else "cpu")
     assert why in gpu.why
     monkeypatch.undo()
-    assert np.array_equal(run.predict(X), fitted(tmp_path, job_of(y=y, rounds=60), name="plain").predict(X))
+    assert np.array_equal(run.predict(X), fitted(tmp_path, job_of(y=y, rounds=90), name="plain").predict(X))

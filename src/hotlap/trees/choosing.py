@@ -31,6 +31,8 @@ BUDGET = 0.05
 """Part of the training that rounds may take which are thrown away."""
 MOST_QUADS, LIKELY_QUADS = 12, 4
 """Laps A B B A of a comparison at most, and how many the budget has to allow: laps are shorter where it is small."""
+LEAST_LOST = 3
+"""Laps that are lost at least where a rival needs boosters of its own and is slower."""
 LEAST_LAPS = 12
 """Laps that a training must have left for a comparison."""
 LIKE, ROWS_COMPARED = 1e-3, 10_000
@@ -195,6 +197,11 @@ class Choice:
         rounds = max(1, min(math.ceil(LAP_S / lap_s), int(affordable))) if lap_s > 0 else 1
         if self._left_s() < LEAST_LAPS * rounds * lap_s:
             self._write(rival.what, "not tried", f"only {show_seconds(self._left_s())} of training are left")
+            return "not tried"
+        lost_s = LEAST_LOST * rounds * self.step_s * (self.job.targets if rival is JOINT else len(self.growths))
+        if (self.job.library != "xgboost" or rival in (JOINT, GPU)) and lost_s > BUDGET * self._left_s():
+            why = f"it costs {show_seconds(lost_s)} or more, of {show_seconds(self._left_s())} that are left"
+            self._write(rival.what, "not tried", why)
             return "not tried"
         try:
             contest = Contest(self, replace(self.plan, **rival.changes), self._watch, rounds)

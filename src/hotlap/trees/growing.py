@@ -7,14 +7,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from typing import TypeVar
 
 from hotlap.guard.signals import StopRequest
 from hotlap.trees.job import TreeJob, TreePlan
 from hotlap.trees.libraries import Held, Score
 
+T = TypeVar("T")
 EVER = 2**31
+WAKE_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +67,9 @@ class Growth:
     """A booster for one target, or for all of them, that grows to the end of its rounds or patience.
 
     It has a thread of its own. XGBoost draws rows and columns from one generator for each thread, so boosters that
-    take turns in a thread would get other trees than each gets alone.
+    take turns in a thread would get other trees than each gets alone. Besides, OpenMP's threads wait without spinning
+    while two teams of them are alive, this booster's and the one that quantised: on a machine with other work a round
+    of LightGBM took 6 ms of the cores in place of 60.
     """
 
     def __init__(self, data: Held, job: TreeJob, targets: range, plan: TreePlan) -> None:
@@ -77,7 +82,7 @@ class Growth:
 
     def grow(self, rounds: int, watch: Watch, until_s: float = math.inf) -> int:
         """Grow by so many rounds at most, at least by the first; how many rounds × targets it grew."""
-        return self._thread.submit(self._grow, rounds, watch, until_s).result()
+        return _awaited(self._thread.submit(self._grow, rounds, watch, until_s))
 
     def _grow(self, rounds: int, watch: Watch, until_s: float) -> int:
         before = self.rounds
@@ -175,5 +180,16 @@ class Crew:
             self._pool.shutdown()
 
     def _map(self, work: Callable[..., int | None], items: Sequence[object]) -> list[int]:
-        found = map(work, items) if self._pool is None else self._pool.map(work, items)
-        return [count or 0 for count in found]
+        if self._pool is None:
+            return [work(item) or 0 for item in items]
+        return [_awaited(one) or 0 for one in [self._pool.submit(work, item) for item in items]]
+
+
+def _awaited(work: Future[T]) -> T:
+    """The result of work in another thread.
+
+    Python notes a signal that comes just before the wait only when the wait ends, so each wait is short.
+    """
+    while not work.done():
+        wait([work], WAKE_S)
+    return work.result()
