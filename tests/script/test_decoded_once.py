@@ -292,12 +292,19 @@ def test_afterwards_pil_is_as_before():
     assert made[0] == made[1]
 
 
-def test_where_no_picture_comes_again_nothing_is_remembered_any_more(once):
+def test_where_no_picture_comes_again_nothing_is_remembered_any_more():
+    own = Image.Image.convert
+    once = DecodedOnce()
+    once.begin_epoch(LOADER, 1, has_more=True)
     for epoch in range(2):
         assert once.memory.is_on
         facts(Image.open(io.BytesIO(jpeg(seed=epoch))).convert("RGB"))
         once.begin_epoch(LOADER, 1, has_more=False)
     assert once.memory.state is State.ALWAYS_NEW
+    assert Image.Image.convert is not own
+    once.begin_epoch(LOADER, 1, has_more=False)
+    assert once.is_over
+    assert Image.Image.convert is own
 
 
 def test_a_script_that_reads_no_picture_is_told_nothing_about_pictures(once):
@@ -306,6 +313,21 @@ def test_a_script_that_reads_no_picture_is_told_nothing_about_pictures(once):
         once.begin_epoch(LOADER, 1, has_more=False)
     once.write_down(ledger, Plan())
     assert len(ledger) == 0
+    assert once.is_over
+
+
+def test_methods_of_pil_that_other_code_has_wrapped_are_followed_too(monkeypatch):
+    def wrapped(own):
+        return lambda *args, **kwargs: own(*args, **kwargs)
+
+    for name in ("convert", "resize"):
+        monkeypatch.setattr(Image.Image, name, wrapped(getattr(Image.Image, name)))
+    once = DecodedOnce()
+    once.begin_epoch(LOADER, 1, has_more=True)
+    for _ in range(2):
+        facts(Image.open(io.BytesIO(jpeg())).convert("RGB").resize((20, 20)))
+    assert (once.memory.bytes_taken, once.memory.counts.recalled) == (20 * 20 * 3, 1)
+    once.close()
 
 
 def test_other_data_has_other_epochs(once):

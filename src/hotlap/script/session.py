@@ -234,7 +234,7 @@ class Session:
         """An epoch begins, and its workers are about to start: remember pictures from when they may come again."""
         if self._decoded is None and DECODED_ONCE not in self.settings.without:
             self._decoded = decoded_once()
-        if self._decoded is not None:
+        if self._decoded is not None and not self._decoded.is_over:
             updates = self._run_length.updates() if self._run_length.known else None
             has_more = updates is not None and proxy.length is not None and updates > proxy.length
             samples = None if proxy.length is None else proxy.length * (proxy.batch_size or 1)

@@ -63,7 +63,9 @@ class DecodedOnce:
         """Raises OSError where there is no memory for it."""
         self.memory = PictureMemory()
         self._patches = Patches(in_forks=True)
-        self._is_over = False
+        self.is_over = False
+        """Whether there is nothing more to do."""
+        self._followed: set[str] = set()
         self._begun: set[Hashable] = set()
         """Kinds and sizes of the data of earlier epochs: a script may make its dataset anew for each."""
         self._epochs: WeakKeyDictionary[DataLoader[Any], tuple[int, int]] = WeakKeyDictionary()
@@ -71,24 +73,27 @@ class DecodedOnce:
 
     def begin_epoch(self, loader: DataLoader[Any], samples: int | None, *, has_more: bool) -> None:
         """An epoch of a loader begins; with `has_more`, it is known not to be the last of its data."""
-        self._follow()
         memory, kind = self.memory, (type(loader.dataset), samples)
-        if memory.state is State.WAITING and not self._is_over and (kind in self._begun or has_more):
+        self._follow()
+        counts, (epochs, before) = memory.counts, self._epochs.get(loader, (0, 0))
+        if memory.state in WHY_NOT or (epochs and not counts.remember_s):  # or the script reads no pictures
+            self.close()
+            return
+        if memory.state is State.WAITING and (kind in self._begun or has_more):
             memory.state = State.ON
         self._begun.add(kind)
-        recalled, (epochs, before) = memory.counts.recalled, self._epochs.get(loader, (0, 0))
-        if memory.is_on and epochs >= ENOUGH_EPOCHS and recalled == before:
+        if memory.is_on and epochs >= ENOUGH_EPOCHS and counts.recalled == before:
             memory.state = State.ALWAYS_NEW
-        self._epochs[loader] = epochs + memory.is_on, recalled
+        self._epochs[loader] = epochs + memory.is_on, counts.recalled
         memory.expect(max(memory.expected, samples or 0))
         memory.refresh()
 
     def _follow(self) -> None:
         """Patch the libraries that the script has imported so far."""
-        if self._is_over:
-            return
         for library, patches in LIBRARIES.items():
-            if library in sys.modules:
+            if library in sys.modules and library not in self._followed:
+                self._followed.add(library)
+                self._epochs.clear()  # in earlier ones its pictures were not seen
                 with suppress(ImportError, AttributeError):  # a version of it that hotlap does not know
                     for owner, name, make in patches(self.memory):
                         self._patches.put(owner, name, make)
@@ -97,14 +102,12 @@ class DecodedOnce:
         """Leave the libraries alone."""
         if self.memory.is_on:
             self.memory.state = State.WAITING
-        self._is_over = True
+        self.is_over = True
         self._patches.take_out_all()
 
     def write_down(self, ledger: Ledger, plan: Plan) -> None:
         """Add what it gave to a ledger, if anything."""
         memory, counts = self.memory, self.memory.counts
-        if memory.state is State.ALWAYS_NEW and not counts.remember_s:
-            return  # the script read no picture
         figures: dict[str, float] = {"recalled": counts.recalled}
         words = []
         if counts.compared:

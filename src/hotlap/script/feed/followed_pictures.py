@@ -7,6 +7,7 @@ animations, drafts, file objects of other kinds.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import threading
 import time
@@ -34,8 +35,8 @@ def patches(memory: PictureMemory) -> list[tuple[Any, str, Callable[[Own], Own]]
     """Owners, names and makers of the patches of PIL that follow pictures into a memory."""
     follower = _Follower(memory)
     return [
-        (Image.Image, "convert", follower.followed),
-        (Image.Image, "resize", follower.followed),
+        (Image.Image, "convert", functools.partial(follower.followed, _convert_args)),
+        (Image.Image, "resize", functools.partial(follower.followed, _resize_args)),
         (ImageFile.ImageFile, "load", follower.loaded),
     ]
 
@@ -218,14 +219,14 @@ class _Follower:
     def __init__(self, memory: PictureMemory) -> None:
         self._memory = memory
 
-    def followed(self, own: Own) -> Own:
+    def followed(self, plain_args: Callable[[Any, Any], tuple[Any, ...] | None], own: Own) -> Own:
         """Replaces `convert` or `resize`."""
 
         def called(picture: Any, *args: Any, **kwargs: Any) -> Any:
             plain = None
             is_followed = type(picture) is FollowedPicture
             if (is_followed or type(picture) in FORMATS) and self._follows(picture):
-                plain = _plain_args(own.__name__, args, kwargs)
+                plain = plain_args(args, kwargs)
             origin = None if plain is None else picture._origin if is_followed else self._origin_of(picture)
             if origin is None or plain is None:
                 return own(picture, *args, **kwargs)
@@ -296,12 +297,15 @@ def _pixels_of(picture: Picture) -> Any:
     return own.get("_im", own.get("im"))
 
 
-def _plain_args(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-    """The arguments of a call, if hotlap follows such calls."""
-    if name == "convert":
-        if kwargs.keys() == {"mode"} and not args:
-            args, kwargs = (kwargs["mode"],), {}
-        return args if not kwargs and len(args) == 1 and args[0] in CONVERTED_TO else None
+def _convert_args(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """The arguments of `convert`, if hotlap follows such calls."""
+    if kwargs.keys() == {"mode"} and not args:
+        args, kwargs = (kwargs["mode"],), {}
+    return args if not kwargs and len(args) == 1 and args[0] in CONVERTED_TO else None
+
+
+def _resize_args(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """The arguments of `resize`, if hotlap follows such calls."""
     given = dict(zip(("size", "resample"), args, strict=False)) | kwargs
     if len(args) > 2 or "size" not in given or not given.keys() <= {"size", "resample", "reducing_gap"}:
         return None
@@ -315,7 +319,7 @@ def _plain_args(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
 
 def _follow(picture: Any, origin: Origin, own: Own, args: tuple[Any, ...]) -> Any:
     """What a call of PIL makes of a picture. Nothing is computed if it was made before."""
-    is_file, key = type(picture) is not FollowedPicture, key_of(origin.key, f"{own.__name__}{args!r}".encode())
+    is_file, key = type(picture) is not FollowedPicture, key_of(origin.key, repr(args).encode())
     known = origin.file.memory.find(key)
     if known is not None:
         after = Origin(file=origin.file, key=key, mode=known.mode, size=known.size, before=origin, own=own, args=args)
