@@ -1,6 +1,6 @@
 """A script that reads JPEG files with random crops, by itself and under `hotlap run`: whole processes, in turns.
 
-    python -m benchmarks.pictures [--files 160] [--epochs 6] [--pairs 3] [--json FILE]
+    python -m benchmarks.pictures [--files 160] [--epochs 6] [--pairs 3] [--only 500x375] [--json FILE]
 
 The files are made here: smooth noise of 500×375 pixels, and of 1600×1200 that the script resizes to 256×256. Each is
 read by 0 and by 2 workers. The ratio is the median over pairs, with the lowest and the highest. Exit code 1 where a
@@ -26,8 +26,8 @@ from benchmarks.versions import versions
 
 SCRIPT = Path(__file__).parent / "user_scripts" / "pictures.py"
 WORKS = {
-    "500×375, cropped": ((500, 375), 0),
-    "1600×1200, resized to 256×256, cropped": ((1600, 1200), 256),
+    "500x375, cropped": ((500, 375), 0),
+    "1600x1200, resized to 256x256, cropped": ((1600, 1200), 256),
 }
 WORKERS = (0, 2)
 
@@ -62,12 +62,15 @@ def main() -> int:
     parser.add_argument("--files", type=int, default=160)
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--only", default="", help="files of this size")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     found, differ = [], False
     with tempfile.TemporaryDirectory(prefix="hotlap-pictures-") as place:
         home = Path(place)
         for number, (name, (size, resize)) in enumerate(WORKS.items()):
+            if not name.startswith(args.only):
+                continue
             make_files(home / str(number), size, args.files)
             for workers in WORKERS:
                 words = [str(home / str(number)), "--epochs", str(args.epochs), "--workers", str(workers)]
@@ -90,7 +93,9 @@ def main() -> int:
                 found.append({"work": name, "workers": workers, "pairs": pairs, "ratio": ratio})
     print("figures differ" if differ else "all printed figures are the same")
     if args.json:
-        args.json.write_text(json.dumps({"versions": versions(), "works": found}, indent=1) + "\n")
+        args.json.write_text(
+            json.dumps({"versions": versions(), "command": sys.argv[1:], "works": found}, indent=1) + "\n"
+        )
     return int(differ)
 
 

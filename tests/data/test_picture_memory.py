@@ -109,11 +109,15 @@ def test_it_stops_growing_when_the_machine_runs_short_of_memory(monkeypatch):
 def test_counts_of_all_processes_add_up(memory):
     memory.count(0.5)
     assert in_child(lambda: memory.count_compared(0.25, 2.0, is_same=True)) == 0
-    assert in_child(lambda: memory.count_remembered(4.0)) == 0
+    assert in_child(lambda: memory.count_remembered(4.0, 3.0)) == 0
     counts = memory.counts
     assert (counts.recalled, counts.recall_s, counts.compared) == (2, 0.75, 1)
     assert (counts.made_s, counts.compared_s, counts.remember_s) == (2.0, 0.25, 4.0)
     assert memory.recalled_here == 1
+    assert (counts.remembered, counts.first_s) == (1, 3.0)
+    assert (counts.each_made_s, counts.each_recalled_s) == (2.0, 0.375)
+    memory.count_remembered(4.0, 0.0)
+    assert memory.counts.each_made_s == 1.5  # new pictures were faster than the compared one
 
 
 def test_keys_tell_parts_apart():

@@ -50,7 +50,7 @@ _NO_PIXELS = 2**64 - 1
 _HEAD = struct.Struct("<BxxxxxxxQQQQQ")
 """The state, and the fields of `_Head`."""
 _RECORD = struct.Struct("<16sQIIIB")
-_COUNTS = struct.Struct("<QdQddd")
+_COUNTS = struct.Struct("<QdQdddQd")
 """Of one process, in the order of the fields of `Counts`."""
 
 
@@ -108,6 +108,21 @@ class Counts:
     """Seconds that recalling the same ones took."""
     remember_s: float
     """Seconds that hashing and copying new pictures took."""
+    remembered: int
+    """New pictures."""
+    first_s: float
+    """Seconds that making them took."""
+
+    @property
+    def each_made_s(self) -> float:
+        """Seconds to make a picture: new ones may be slow to read, and the few that are compared slow by chance."""
+        of_new, of_compared = self.first_s / max(1, self.remembered), self.made_s / max(1, self.compared)
+        return min(of_new, of_compared) if self.remembered and self.compared else of_new or of_compared
+
+    @property
+    def each_recalled_s(self) -> float:
+        """Seconds to recall a picture."""
+        return self.recall_s / max(1, self.recalled)
 
 
 class PictureMemory:
@@ -252,7 +267,7 @@ class PictureMemory:
     def counts(self) -> Counts:
         """The counts of all processes together."""
         rows = [self._counts_of(slot) for slot in range(min(PROCESSES, self._head.processes))]
-        return Counts(*map(sum, zip(*rows, strict=True))) if rows else Counts(0, 0.0, 0, 0.0, 0.0, 0.0)
+        return Counts(*map(sum, zip(*rows, strict=True))) if rows else Counts(0, 0.0, 0, 0.0, 0.0, 0.0, 0, 0.0)
 
     @property
     def recalled_here(self) -> int:
@@ -268,20 +283,20 @@ class PictureMemory:
 
     def count(self, recall_s: float) -> None:
         """Count a picture that came from memory."""
-        self._add_counts(1, recall_s, 0, 0.0, 0.0, 0.0)
+        self._add_counts(1, recall_s, 0, 0.0, 0.0, 0.0, 0, 0.0)
 
     def count_compared(self, recall_s: float, made_s: float, *, is_same: bool) -> None:
         """Count a picture that came from memory and was made anew. Ends all recalling if that is wrong or no faster."""
-        self._add_counts(1, recall_s, 1, made_s, recall_s, 0.0)
+        self._add_counts(1, recall_s, 1, made_s, recall_s, 0.0, 0, 0.0)
         counts = self.counts
         if not is_same:
             self.state = State.DIFFERENT
         elif self.is_on and counts.compared >= ENOUGH and counts.made_s < LEAST_GAIN * counts.compared_s:
             self.state = State.NO_FASTER
 
-    def count_remembered(self, seconds: float) -> None:
-        """Count the seconds that remembering a picture took."""
-        self._add_counts(0, 0.0, 0, 0.0, 0.0, seconds)
+    def count_remembered(self, seconds: float, made_s: float) -> None:
+        """Count a new picture: the seconds that remembering it took, and those that making it took."""
+        self._add_counts(0, 0.0, 0, 0.0, 0.0, seconds, 1, made_s)
 
     def _add_counts(self, *new: float) -> None:
         if self._slot is None:

@@ -111,7 +111,7 @@ class DecodedOnce:
         figures: dict[str, float] = {"recalled": counts.recalled}
         words = []
         if counts.compared:
-            made_s, recall_s = counts.made_s / counts.compared, counts.compared_s / counts.compared
+            made_s, recall_s = counts.each_made_s, counts.each_recalled_s
             words = [f"{show_seconds(recall_s)} each from memory, {show_seconds(made_s)} decoded anew"]
             figures |= {"made_s": made_s, "recall_s": recall_s}
         if memory.state in WHY_NOT:

@@ -69,6 +69,8 @@ class File:
     """Seconds that reading and hashing took."""
     end: int = 0
     """Where decoding left the script's own file object."""
+    made_s: float = 0.0
+    """Seconds that PIL took for the picture so far."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +134,7 @@ class Origin:
             for before in way:
                 if before.mode in MODES and memory.find(before.key) is None:
                     memory.add(before.key, before.mode, before.size, self.file.end, None)
-        memory.count_remembered(time.perf_counter() - began + self.file.read_s)
+        memory.count_remembered(time.perf_counter() - began + self.file.read_s, self.file.made_s)
 
     def recall(self) -> Picture:
         """The picture from memory; the first ones are also made anew."""
@@ -249,8 +251,9 @@ class _Follower:
                 _skip_decoding(picture, origin.file, known.end)
                 picture.im = made.im
                 return Image.Image.load(picture)
-            opened = picture.fp
+            opened, began = picture.fp, time.perf_counter()
             pixels = own(picture)
+            origin.file.made_s += time.perf_counter() - began
             origin.file.end = 0 if opened.closed else opened.tell()
             with contextlib.suppress(Exception):  # then it is decoded again the next time
                 origin.remember(picture)
@@ -326,9 +329,10 @@ def _follow(picture: Any, origin: Origin, own: Own, args: tuple[Any, ...]) -> An
         if is_file:
             _skip_decoding(picture, origin.file, known.end)
         return FollowedPicture.of(after, picture.info.copy())
-    info, opened = dict(picture.info), picture.fp if is_file else None
+    info, opened, began = dict(picture.info), picture.fp if is_file else None, time.perf_counter()
     with _inside:
         made = own(picture if is_file else picture.source(), *args)
+    origin.file.made_s += time.perf_counter() - began
     if opened is not None:
         origin.file.end = 0 if opened.closed else opened.tell()
     else:

@@ -44,11 +44,12 @@ def _remembering(memory: PictureMemory, own: Own) -> Own:
         if known is not None and known.at is not None:
             return _recalled(memory, known, began, lambda: own(*args))
         read_s = time.perf_counter() - began
-        made = own(*args)
         began = time.perf_counter()
+        made = own(*args)
+        made_s, began = time.perf_counter() - began, time.perf_counter()
         with suppress(Exception):  # then it is read again the next time
             _remember(memory, key, made)
-        memory.count_remembered(read_s + time.perf_counter() - began)
+        memory.count_remembered(read_s + time.perf_counter() - began, made_s)
         return made
 
     return imread
