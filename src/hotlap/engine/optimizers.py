@@ -50,6 +50,8 @@ def why_not_fused(optimizer: Optimizer, modules: Sequence[nn.Module] = ()) -> st
         return f"{name} has no fused kernel"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return f"{name} with differentiable=True has no fused kernel"
+    if any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups):
+        return f"{name} with dampening has no fused kernel for a parameter whose first gradient comes later"
     layers = (layer for module in modules for layer in module.modules())
     if has_sparse_gradients(optimizer) or any(isinstance(one, _EMBEDDINGS) and one.sparse for one in layers):
         return f"{name} has no fused kernel for sparse gradients"
@@ -236,6 +238,23 @@ def settle_counts(optimizer: Optimizer, pool: BufferPool | None = None) -> None:
                     if (count.device, count.dtype) != (home, dtype):
                         room = torch.empty_like(count, device=home, dtype=dtype)
                         state[name] = pool.moved((id(parameter), name), count, room)
+
+
+def start_momenta(optimizer: Optimizer) -> None:
+    """Before a fused step: give momenta of zero to parameters whose first gradient comes later than that of others.
+
+    torch's fused SGD fails on them. The step is that of the plain loop, which copies the first gradient.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return
+    if len(optimizer.state) in (0, sum(len(group["params"]) for group in optimizer.param_groups)):
+        return  # the very first step, or none comes later
+    for group in optimizer.param_groups:
+        if group["momentum"] and group.get("fused"):
+            given = [parameter for parameter in group["params"] if parameter.grad is not None]
+            absent = [one for one in given if optimizer.state.get(one, {}).get("momentum_buffer") is None]
+            for parameter in absent if len(absent) < len(given) else ():
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:

@@ -21,6 +21,7 @@ from hotlap.engine.assists.overlap import Overlap
 from hotlap.engine.capture.recording import intended_wait
 from hotlap.engine.layout import Layout
 from hotlap.engine.objective import Objective, Scored, Totals
+from hotlap.engine.optimizers import start_momenta
 from hotlap.engine.precision import Switches, precision_context
 from hotlap.engine.scaling import LossScale, skipping
 from hotlap.engine.schedules import Rates, Schedule
@@ -178,6 +179,7 @@ class EagerStep:
         """Update the weights and the running loss. False if the host skipped the update."""
         found = self._scale.found_inf if self._scale is not None else None
         updated = True
+        start_momenta(self.optimizer)
         if found is None:
             self.optimizer.step()
         elif self._skips_on_device:

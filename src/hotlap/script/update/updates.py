@@ -17,7 +17,15 @@ from hotlap.core.object_memory import Memory
 from hotlap.core.torch_private import is_multithreading_enabled, set_multithreading_enabled, step_post_hooks_of_all
 from hotlap.engine.capture.recording import Recorder
 from hotlap.engine.layout import BufferPool
-from hotlap.engine.optimizers import Fusion, LayoutCheck, has_sparse_gradients, is_fused, settle_counts, why_not_fused
+from hotlap.engine.optimizers import (
+    Fusion,
+    LayoutCheck,
+    has_sparse_gradients,
+    is_fused,
+    settle_counts,
+    start_momenta,
+    why_not_fused,
+)
 from hotlap.engine.snapshot import Randomness
 from hotlap.script.calls.eager import TOGETHER, trains_with_others
 from hotlap.script.calls.graphs import GraphRecorder
@@ -53,6 +61,7 @@ class _Way:
     def set(self, optimizer: Optimizer) -> None:
         """Change the optimizer's settings for its next step."""
         self.fusion.set(self.fused, captured=self.update is not None)
+        start_momenta(optimizer)
         skip_driver_checks(optimizer)
 
     @property
