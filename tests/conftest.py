@@ -23,6 +23,7 @@ HERE = Path(__file__).parent
 os.environ["HOTLAP_PLAN"] = "off"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each process that a test starts compiles all of hotlap anew,
 sys.dont_write_bytecode = False  # and each run of the tests rewrites their asserts
+os.environ.pop("VIRTUAL_ENV", None)  # that of a shell, at whose other environment IPython would warn
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"  # torch would compile a program for each kind of vectors a CPU may have
 # torch writes down all that it compiles where pytest listens, which takes a part of the time.
 logging.getLogger("torch.__trace").disabled = True
