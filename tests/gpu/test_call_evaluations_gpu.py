@@ -363,7 +363,7 @@ class Keeps(Mlp):
 UNFIT = {
     Reads: "test_call_evaluations_gpu.py:",
     Draws: "draws random numbers",
-    Sends: "read back",
+    Sends: "not all of its outputs are on",
     Breaks: "",
     Overwrites: "in place",
     Keeps: "'last'",

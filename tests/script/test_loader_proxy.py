@@ -35,7 +35,7 @@ from hotlap.script.feed import index_batches as serving_indices
 from hotlap.script.feed import index_batches as serving_places
 from hotlap.script.feed import loader_proxy as serving_module
 from hotlap.script.feed.device_copies import DeviceCopies
-from hotlap.script.feed.feeds import KeptSamples
+from hotlap.script.feed.feeds import HeldSamples, KeptSamples
 from hotlap.script.feed.index_batches import IndexBatch, IndexStream, SamplerOrder, order_of
 from hotlap.script.feed.loader_proxy import LoaderProxy, why_other_batch
 
@@ -1582,6 +1582,81 @@ def test_a_sample_that_comes_by_twice_is_kept_once(at_any_price):
     x, y = kept_samples.columns().gather(torch.arange(COUNT))
     assert torch.equal(x, X)
     assert torch.equal(y, Y)
+
+
+@pytest.fixture
+def free_cores(monkeypatch):
+    """A training on a GPU with free cores beside it; its held samples stay on the host."""
+    monkeypatch.setattr(feeds_module, "free_cores", lambda busy: 2)
+    monkeypatch.setattr(feeds_module, "LEAST_FETCHED_S", 0.0)
+    made = HeldSamples.__init__
+    monkeypatch.setattr(
+        HeldSamples, "__init__", lambda self, source, device, own: made(self, source, torch.device("cuda"), own)
+    )
+
+
+def script_with(use, *, data="dicts", **settings):
+    """An epoch under the loader's feed, in which `use(proxy)` is called, and two more."""
+    loader = loader_of(data, "shuffled", **settings)
+    proxy = served(loader)
+
+    def at(number):
+        if number == 1:
+            use(proxy)
+
+    found = script(loader, lambda _: proxy.iterate(), epochs=3, at=at)
+    return proxy, found
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("data", ["dicts", "tuples"])
+def test_samples_that_processes_fetch_make_the_loaders_own_batches(data, workers, free_cores):
+    def use(proxy):
+        assert proxy.learn() == 1
+        assert proxy.kept_samples._background.wait()
+        assert proxy.learn() is None
+        assert proxy.holding_s(GATHER) == 0
+        proxy.use(GATHER)
+
+    wanted = script(loader_of(data, "shuffled", num_workers=workers), ORIGINAL, epochs=3)
+    proxy, found = script_with(use, data=data, num_workers=workers)
+    assert_same(found, wanted)
+    assert proxy.feed == GATHER
+    proxy.close()
+
+
+def test_samples_that_are_wanted_before_all_are_fetched_are_waited_for(free_cores, monkeypatch):
+    monkeypatch.setattr(KeptSamples, "_fetched", None)
+    wanted = script(loader_of("dicts", "shuffled"), ORIGINAL, epochs=3)
+    proxy, found = script_with(lambda proxy: proxy.use(GATHER))
+    assert_same(found, wanted)
+    assert proxy.feed == GATHER
+
+
+def test_where_processes_fail_samples_are_kept_as_they_pass(free_cores, at_any_price):
+    def use(proxy):
+        assert proxy.learn() == 1
+        proxy.kept_samples._background.close()
+        assert proxy.learn() > 1
+        assert proxy.kept_samples.missing == 1
+
+    wanted = script(loader_of("dicts", "shuffled"), ORIGINAL, epochs=3)
+    proxy, found = script_with(use)
+    assert_same(found, wanted)
+    assert proxy.kept_samples.missing == 0
+    proxy.use(GATHER)
+
+
+@pytest.mark.parametrize(
+    ("epochs_left", "cores", "kept"), [(3, 0, "passing"), (2, 0, None), (1.5, 2, "all"), (0.9, 2, None)]
+)
+def test_samples_are_kept_where_enough_is_left_to_train(epochs_left, cores, kept, free_cores, monkeypatch):
+    monkeypatch.setattr(feeds_module, "free_cores", lambda busy: cores)
+    loader = loader_of("tuples")
+    proxy = served(loader)
+    assert proxy.learn(epochs_left) == {"passing": len(loader), "all": 1, None: None}[kept]
+    assert (proxy.kept_samples is not None) == bool(kept)
+    proxy.close()
 
 
 @pytest.mark.parametrize("workers", [0, 1])

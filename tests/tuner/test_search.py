@@ -22,7 +22,7 @@ from hotlap.tuner.known import Found
 from hotlap.tuner.laps import Lap
 from hotlap.tuner.probe import CountingProbe
 from hotlap.tuner.search import Search
-from hotlap.tuner.trials import Rest, TrialError
+from hotlap.tuner.trials import Rest, TrialError, Trials
 
 
 class Memory:
@@ -864,10 +864,10 @@ class Learning:
 
     def __init__(self, monkeypatch, rig, *, whole_s, until):
         self.rig, self.whole_s, self.until, self.asked = rig, whole_s, until, 0
-        monkeypatch.setattr(Rig, "holding_s", lambda rig, feed: 0.0 if rig.steps >= until else whole_s)
+        monkeypatch.setattr(Rig, "holding_s", lambda rig, feed: 0.0 if rig.steps >= self.until else whole_s)
         monkeypatch.setattr(Rig, "keep_samples", self.learn)
 
-    def learn(self, rig=None):
+    def learn(self, rig=None, epochs_left=None):
         self.asked += 1
         return self.until - self.rig.steps if self.rig.steps < self.until else None
 
@@ -945,16 +945,34 @@ def test_where_workers_bring_batches_samples_that_soon_have_come_by_are_waited_f
     assert not is_waited_for or rig.plan.feed.kind == "resident"
 
 
-@pytest.mark.parametrize(("epoch", "is_asked"), [(1_000, True), (3_000, False)])
-def test_samples_are_kept_only_where_they_come_by_again(epoch, is_asked, monkeypatch):
-    rig = rig_for()
-    learning = Learning(monkeypatch, rig, whole_s=50.0, until=10**9)
-    learning.learn = lambda rig=None: setattr(learning, "asked", learning.asked + 1)
-    monkeypatch.setattr(Rig, "keep_samples", learning.learn)
+@pytest.mark.parametrize("epoch", [100, 1_000, 3_000])
+def test_whether_samples_are_kept_depends_on_the_epochs_that_are_left(epoch, monkeypatch):
+    rig, asked = rig_for(), []
+    Learning(monkeypatch, rig, whole_s=50.0, until=10**9)
+    monkeypatch.setattr(Rig, "keep_samples", lambda rig, epochs_left: asked.append((rig.steps, epochs_left)))
     monkeypatch.setattr(Rig, "epoch_windows", epoch)
     drive(searching(rig, 4_000, gate=Gatekeeper()), hidden)
-    assert bool(learning.asked) == is_asked
+    assert asked
+    assert all(epochs_left == pytest.approx((4_000 - steps) / epoch, abs=0.1) for steps, epochs_left in asked)
     assert rig.plan.feed.kind == "loader"
+
+
+def test_data_that_was_fetched_while_others_were_tried_is_held(monkeypatch):
+    rig = rig_for()
+    learning = Learning(monkeypatch, rig, whole_s=50.0, until=10**9)
+    compare = Trials.compare
+
+    def slow(self, *plans, **options):
+        learning.until = 0  # all samples are there by the end of the first trial
+        return compare(self, *plans, **options)
+
+    monkeypatch.setattr(Trials, "compare", slow)
+    monkeypatch.setattr(Rig, "keep_samples", lambda rig, epochs_left: 1 if learning.until else None)
+    monkeypatch.setattr(Rig, "epoch_windows", 600)
+    monkeypatch.setattr(CountingProbe, "bound", "launching")
+    drive(searching(rig, 4_000, gate=Gatekeeper()), hidden)
+    assert learning.until == 0
+    assert rig.plan.feed.kind == "resident"
 
 
 def test_nothing_is_kept_of_data_that_can_be_held_at_once(monkeypatch):

@@ -87,10 +87,10 @@ class TunableTraining(Protocol):
     def holding_s(self, feed: Feed) -> float:
         """Seconds to hold all data as a feed needs it, about; 0 if the data is held on the device already."""
 
-    def keep_samples(self) -> int | None:
-        """Keep samples as the training fetches them, so that holding them takes less time later.
+    def keep_samples(self, epochs_left: float) -> int | None:
+        """Keep samples as the training fetches them, or fetch them in the background, to hold them faster later.
 
-        Returns the updates until more of them are kept; None if keeping them saves nothing.
+        Returns the updates until more of them are kept; None if that saves nothing in the epochs that are left.
         """
 
     def wait(self) -> None:

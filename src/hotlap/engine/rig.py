@@ -490,7 +490,7 @@ class Rig:
         """
         return proof_of(self.source, may_draw=True).why_traces
 
-    def keep_samples(self) -> int | None:
+    def keep_samples(self, epochs_left: float) -> int | None:
         """None: samples are fetched when they are to be held."""
         return None
 

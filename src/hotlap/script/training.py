@@ -257,9 +257,12 @@ class ScriptTraining:
         """Estimated seconds to hold all samples for a feed."""
         return sum(proxy.holding_s(feed) for proxy in self.proxies)
 
-    def keep_samples(self) -> int | None:
-        """Keep samples as batches pass; returns updates until the epoch ends, None if this saves nothing."""
-        found = [proxy.learn() for proxy in self.proxies]
+    def keep_samples(self, epochs_left: float) -> int | None:
+        """Collect the samples, in the background or as they pass; returns updates until more of them are there.
+
+        None if this saves nothing.
+        """
+        found = [proxy.learn(epochs_left) for proxy in self.proxies]
         return max((self._updates_of(batches) for batches in found if batches is not None), default=None)
 
     def wait(self) -> None:

@@ -27,10 +27,10 @@ from hotlap.tuner.probe import HOPE, Probe
 from hotlap.tuner.search_state import Doubt, Glance, SearchState, at_a_glance
 from hotlap.tuner.trials import Laps, Rest, Trials, Tried, middle
 
-MORE_THAN = 2
-"""Epochs that have to be left for it to pay to keep samples as they come by."""
 DEAR = 0.25
 """Of what may be spent, what holding the data may take before it is worth to keep samples: other moves cost, too."""
+CHEAPER = 0.5
+"""What holding the data may take, of what it took at first, for that to be tried again."""
 SOON = 0.1
 """Of the updates that are left, how many may be waited for until the samples have come by, in any case."""
 LOOK_UPDATES = 16
@@ -94,6 +94,7 @@ class Search:
         self._glance = Glance()
         self._possible: Sequence[Move] = ()
         """Moves that the training can obey, as far as one look tells."""
+        self._first_holding_s = 0.0
         self._is_known_open = False
         """Whether a plan is known that this run was too short to look at."""
 
@@ -177,6 +178,7 @@ class Search:
         self._possible = everything(self._rig, self.plan, (*MOVES, *OTHERS)).made
         self._probe.look(lap, may_s=budget.left_s)
         budget.is_hopeful = self._probe.is_hopeful or self._hope() > 1 or self._is_wide_arithmetic()
+        self._first_holding_s = self._holding_s()
         if self._is_holding_dear(DEAR):
             self._learns_until()
         budget.made(0, time.perf_counter() - began)
@@ -229,12 +231,19 @@ class Search:
 
     def _learns_until(self) -> int | None:
         """Updates until more of the data has come by and was kept; None where that is of no use to the rest."""
-        return self._rig.keep_samples() if self._now.updates_left > MORE_THAN * self._rig.epoch_updates else None
+        return self._rig.keep_samples(self._now.updates_left / max(1, self._rig.epoch_updates))
 
     def _is_holding_dear(self, share: float = 1.0) -> bool:
         """Whether having all samples at hand takes longer than such a share of what may be spent."""
-        held = [move for move in self._possible if move.feeds == "held"]
-        return any(self._now.setup_s(move) > share * self._trials.budget.left_s for move in held)
+        return any(self._now.setup_s(move) > share * self._trials.budget.left_s for move in self._held())
+
+    def _held(self) -> list[Move]:
+        """The moves that hold the data, of those that this training can obey."""
+        return [move for move in self._possible if move.feeds == "held"]
+
+    def _holding_s(self) -> float:
+        """Seconds until all samples are at hand."""
+        return max(map(self._now.setup_s, self._held()), default=0.0)
 
     def _until_learned(self) -> Laps:
         """Where bringing batches may bound the training, nothing else is tried before the samples have come by.
@@ -251,12 +260,15 @@ class Search:
             yield Rest(max(LEAST_REST, updates))
 
     def _once_learned(self) -> Laps:
-        """Once more what holding the data was too dear for, when the script has brought the samples itself."""
-        while any(move.name in self._unpaid for move in (*MOVES, *OTHERS) if move.feeds == "held"):
+        """Once more what holding the data was too dear for, when the samples are there."""
+        is_there = False
+        while not is_there and any(move.name in self._unpaid for move in self._held()):
             updates = self._learns_until()
-            if updates is None:
+            is_there = updates is None
+            if updates is not None:
+                yield Rest(max(LEAST_REST, updates))
+            elif self._holding_s() >= CHEAPER * self._first_holding_s:
                 return
-            yield Rest(max(LEAST_REST, updates))
             self._trials.reopen(self._unpaid)
             self._trials.reopen_slow()  # what gave nothing beside a slow feed
             self._unpaid.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from hotlap.core.errors import DataError, MachineError
 from hotlap.core.plan import Feed
 from hotlap.core.torch_private import foreach_copy_, set_version_counter
 from hotlap.core.units import MIB
+from hotlap.data.background_fetch import BackgroundFetch, free_cores
 from hotlap.data.batches import Batch, map_tensors
 from hotlap.data.feeds import AHEAD, BUFFER_SETS, DeviceCopier, PendingCopy, PinnedBuffers, WorkerStart, within_cores
 from hotlap.data.resident import CPU, SENT_A_SECOND, bytes_needed, hold_on_device, packed, time_to_hold, why_not_held
@@ -442,6 +444,7 @@ class HeldSamples:
         self._columns: Source | None = None
         self._tensors: list[Tensor] = []
         self._versions: list[int] = []
+        self._free_cores: int | None = None
 
     def why_not(self, feed: Feed) -> str | None:
         """Why the samples cannot be held for a feed; None if they can."""
@@ -459,17 +462,41 @@ class HeldSamples:
         source = self._columns or self._source
         if kind == "resident" and self.on_device is not None:
             return 0.0
-        device = self._device if kind == "resident" else CPU
-        if self.kept_samples is not None and source.computes:
-            sent_s = bytes_needed(source) / SENT_A_SECOND if kind == "resident" else 0.0
-            return self.kept_samples.missing * self._time_to_hold(source, CPU) + sent_s
-        return self._time_to_hold(source, device) if source.computes or kind == "resident" else 0.0
+        if not source.computes:
+            return self._time_to_hold(source, self._device) if kind == "resident" else 0.0
+        missing = self.kept_samples.missing if self.kept_samples is not None else 1.0
+        fetched_s = missing * self._alone_s / max(1.0, PACE_OF_PROCESSES * self._processes)
+        return fetched_s + (bytes_needed(source) / SENT_A_SECOND if kind == "resident" else 0.0)
 
-    def learn(self) -> KeptSamples:
-        """The collector of passing samples; starts it if needed."""
+    def learn(self, epochs_left: float = math.inf) -> KeptSamples | None:
+        """Collect samples: in the background if cores are free, else as they pass.
+
+        None if less of the training is left than pays for either.
+        """
         if self.kept_samples is None:
+            in_background = self._processes > 0 and self._processes * epochs_left > MORE_THAN
+            if not in_background and epochs_left <= MORE_THAN:
+                return None
             self.kept_samples = KeptSamples(self._source)
+            if in_background:
+                self.kept_samples.fetch(self._processes, self._alone_s)
         return self.kept_samples
+
+    @property
+    def _alone_s(self) -> float:
+        """Seconds that this process takes to fetch all samples."""
+        return self._time_to_hold(self._source, CPU)
+
+    @property
+    def _processes(self) -> int:
+        """How many processes may fetch samples in the background; 0 if the training needs the cores itself."""
+        if self._device.type != "cuda" or self._alone_s < LEAST_FETCHED_S:
+            return 0
+        if self.kept_samples is not None and not self.kept_samples.is_fetched:
+            return 0
+        if self._free_cores is None:
+            self._free_cores = free_cores(self._own.workers)
+        return self._free_cores
 
     def hold(self, feed: Feed) -> None:
         """Hold the samples for a feed. Raises DataError if they do not form columns."""
@@ -488,8 +515,9 @@ class HeldSamples:
                 self.on_device = packed(hold_on_device(self._columns, self._device), images_last=False)
 
     def _as_columns(self) -> Source:
-        if self.kept_samples is not None and self.kept_samples.missing < 1:
-            columns, self.kept_samples = self.kept_samples.columns(), None
+        kept_samples = self.learn() if self._processes else self.kept_samples
+        if kept_samples is not None and (kept_samples.missing < 1 or kept_samples.is_fetched):
+            columns, self.kept_samples = kept_samples.columns(), None
             return columns
         return Columns(tuple(hold_on_device(self._source, CPU).tensors.values()))
 
@@ -526,7 +554,8 @@ def _reserve_bytes(device: torch.device) -> int:
 
 # --- kept samples ------------------------------------------------------------------------
 #
-# hotlap keeps samples as they pass in the batches of the script's own loader, so that none is fetched twice.
+# On a machine with free cores, forked processes fetch all samples in the background. Otherwise hotlap keeps samples as
+# they pass in the batches of the script's own loader, so that none is fetched twice.
 
 
 MOST_SHARE, SLACK_S = 0.05, 0.05
@@ -534,13 +563,19 @@ MOST_SHARE, SLACK_S = 0.05, 0.05
 
 It lasts about one epoch out of three or more: a twentieth of that epoch is less than 2 % of the run.
 """
+MORE_THAN = 2
+"""Epochs that must be left for passing samples to be worth keeping; with processes, in the time of all of them."""
+LEAST_FETCHED_S = 0.3
+"""Seconds of fetching that are worth processes of their own."""
+PACE_OF_PROCESSES = 0.7
+"""How many times as fast as this process each of them is, about: they leave the cores to the training."""
 _Numbers = np.ndarray[Any, np.dtype[np.int64]]
 CHUNK = 1024
 """Samples to fetch at a time, of those that did not pass."""
 
 
 class KeptSamples:
-    """The samples of a dataset, in the order in which they pass.
+    """The samples of a dataset, in the order in which they pass, or fetched in the background in the dataset's order.
 
     The first write to memory costs more than the copy itself. In dataset order, a few shuffled batches would touch all
     of it at once. numpy makes the copies: torch would split each small copy over threads, which wait for each other for
@@ -561,13 +596,42 @@ class KeptSamples:
         """The row of each sample of the dataset; -1: it has not passed."""
         self._kept = 0
         self._began, self._delay_s, self._last_s = clock(), 0.0, 0.0
-        self.is_over = False
-        """Whether nothing more is kept: all samples are there, or keeping them costs too much or fails."""
+        self._is_over = False
+        self._background: BackgroundFetch | None = None
 
     @property
     def missing(self) -> float:
-        """The share of samples that have not passed."""
+        """The share of samples that are not here."""
+        if self._background is not None and not self._background.has_failed:
+            return self._background.missing
         return 1 - self._kept / max(1, len(self._rows))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more is kept: all samples are there, or keeping them costs too much or fails."""
+        return self._is_over or (self._background is not None and self._background.is_done)
+
+    @property
+    def is_fetched(self) -> bool:
+        """Whether processes fetch the samples in the background, or have done so."""
+        return self._background is not None and (self._background.is_done or not self._background.has_failed)
+
+    def fetch(self, processes: int, expected_s: float) -> None:
+        """Have processes fetch all samples; where they fail, samples are kept as they pass."""
+        source = self._source.for_probing()
+
+        def batch(positions: Sequence[int]) -> Batch:
+            return default_collate(source.read(positions))
+
+        with suppress(Exception), torch.inference_mode(False), torch.no_grad():  # no memory, or no more processes
+            like = tensors_in(batch([0]))
+            self._background = BackgroundFetch(
+                lambda positions: tensors_in(batch(positions)),
+                like,
+                len(self._source),
+                processes=processes,
+                expected_s=expected_s,
+            )
 
     def note(self, index_batch: IndexBatch | None, batch: Batch, waited_s: float = 0.0) -> None:
         """Keep the samples of a batch of the script's own loader; `index_batch` is None if their indices are unknown.
@@ -575,7 +639,7 @@ class KeptSamples:
         `waited_s` is how long the script waited for workers to bring the batch. Work on the batch before shortened that
         wait, so it delayed the script by less.
         """
-        if self.is_over:
+        if self._is_over or self.is_fetched:
             return
         self._delay_s -= min(waited_s, self._last_s)
         self._last_s = 0.0
@@ -593,8 +657,10 @@ class KeptSamples:
         if self._delay_s > SLACK_S + MOST_SHARE * (self._clock() - self._began):
             self._give_up()
 
-    def columns(self) -> Selection:
+    def columns(self) -> Source:
         """All samples; fetches those that did not pass. Raises DataError if they differ in form from the others."""
+        if self._background is not None and self._background.wait():
+            return Columns(tuple(self._background.columns))
         absent = np.flatnonzero(self._rows < 0)
         for start in range(0, len(absent), CHUNK):
             some = absent[start : start + CHUNK]
@@ -620,7 +686,7 @@ class KeptSamples:
         for column, tensor in pairs:
             rows = _as_bytes(tensor)
             _as_bytes(column)[self._kept : end] = rows if len(new) == size else rows[new]
-        self._kept, self.is_over = end, end == total
+        self._kept, self._is_over = end, end == total
 
     def _new(self, positions: _Numbers) -> _Numbers:
         """Which samples of a batch have not passed yet, each once; they get the next rows."""
@@ -635,7 +701,7 @@ class KeptSamples:
         return new
 
     def _give_up(self) -> None:
-        self._kept_columns, self._kept, self.is_over = [], 0, True
+        self._kept_columns, self._kept, self._is_over = [], 0, True
         self._rows.fill(-1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -302,10 +303,11 @@ class LoaderProxy:
         """Whether samples are kept or were: other feeds then start quickly."""
         return self._held is not None and (self._held.kept_samples is not None or self._held.column_batches is not None)
 
-    def learn(self) -> int | None:
-        """Keep samples as they pass in the script's own batches, so that holding them later takes less time.
+    def learn(self, epochs_left: float = math.inf) -> int | None:
+        """Collect samples, in the background or as they pass, so that holding them later takes less time.
 
-        Returns the batches until the epoch ends; None if this saves nothing.
+        Returns the batches until more of them are there: to the end of the epoch, or few if processes fetch them. None
+        if this saves nothing.
         """
         feed = Feed(kind="resident" if self.device.type == "cuda" else "gather")
         if self.own.kind != "loader" or self.supports(feed) is not None:
@@ -314,8 +316,11 @@ class LoaderProxy:
         if not self.source.computes or self._holding.column_batches is not None:
             return None
         self._remember_data()
-        if self._holding.learn().is_over:
+        kept_samples = self._holding.learn(epochs_left)
+        if kept_samples is None or kept_samples.is_over:
             return None
+        if kept_samples.is_fetched:
+            return 1
         epoch = self._running()
         if epoch is not None:
             epoch.follow()
