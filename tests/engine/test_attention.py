@@ -342,6 +342,16 @@ def test_attention_that_drops_in_16_bits_is_never_made_by_cudnn(cudnn, precision
     assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
+def test_evaluations_in_16_bits_leave_cudnn_out_which_takes_long_to_set_up_for_each_shape(cudnn):
+    with switches():
+        with torch.no_grad():
+            F.scaled_dot_product_attention(*tensors())
+        F.scaled_dot_product_attention(*tensors())
+        attend(0.0)
+    assert cudnn == [False, False, True]
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
 @pytest.mark.parametrize("precision", ["fp32", "tf32"])
 def test_in_the_users_own_precision_torch_chooses_as_ever(cudnn, precision):
     with switches(precision):
@@ -363,7 +373,7 @@ def test_where_kernels_are_timed_cudnn_is_none_of_them_if_it_drops(monkeypatch, 
 def test_cudnn_is_a_candidate_only_where_nothing_is_dropped(monkeypatch, dropout, others):
     monkeypatch.setattr(attention, "allowed", lambda: [FLASH, EFFICIENT, CUDNN, MATH])
     monkeypatch.setattr(attention, "_numbers", lambda call, kernel: [torch.ones(3)])
-    call = SimpleNamespace(query=SimpleNamespace(device=torch.device("cuda")), dropout=dropout)
+    call = SimpleNamespace(query=SimpleNamespace(device=torch.device("cuda")), avoids_poor_masks=dropout > 0)
     call.on_random_numbers, call.with_nothing_to_see = lambda: call, lambda: None
     assert candidates(call, FLASH) == others
 

@@ -19,6 +19,7 @@ from hotlap.data.feeds import LoaderFeeding
 from hotlap.data.order import HostRandomness
 from hotlap.tuner.agreement import SAME, Gap, Outcome, noise_of, same_maths
 from hotlap.tuner.gates import AMPLIFIED_UPDATES, UPDATES, Gate, chosen_windows
+from hotlap.tuner.moment import without_dropout
 
 FUSED = {"optimizer": "fused"}
 
@@ -729,6 +730,16 @@ def test_masks_that_are_others_but_as_good_pass_compared_without_dropout():
     found = judged(rig, **FUSED)
     assert (found.ok, found.why) == (True, "same maths; compared without dropout")
     assert rig.model[3].p == 0.3
+
+
+@pytest.mark.parametrize(("rate", "is_left_out"), [(0.1, True), (0.0, False)])
+def test_comparing_without_dropout_sets_up_no_kernel_that_the_training_never_uses(rate, is_left_out):
+    model = nn.TransformerEncoderLayer(16, 2, 32, dropout=rate)
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    with without_dropout([model]) as dropped:
+        assert dropped == is_left_out
+        assert torch.backends.cuda.cudnn_sdp_enabled() != is_left_out
+    assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_a_fault_beside_masks_that_are_others_is_caught_too():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +15,7 @@ from hotlap.core.plan import Plan
 from hotlap.core.torch_private import ConvBase
 from hotlap.data.batches import map_tensors
 from hotlap.data.resident import PendingRows
+from hotlap.engine.assists.attention import WithoutPoorMasks
 from hotlap.engine.rig import Place, Rig
 from hotlap.engine.snapshot import Randomness, rate_name
 from hotlap.engine.step import Window
@@ -382,14 +383,19 @@ def _is_on(switch: Any) -> bool:
 
 @contextmanager
 def without_dropout(modules: Iterable[nn.Module]) -> Iterator[bool]:
-    """Inside, layers of torch that drop drop nothing; gives whether there are any. Captures know them for others."""
+    """Inside, layers of torch that drop drop nothing; gives whether there are any. Captures know them for others.
+
+    Without dropout torch may choose another kernel for attention, which no step of the training uses and which takes a
+    second to set up: it is left out.
+    """
     named = [(layer, rate_name(layer)) for module in modules for layer in module.modules()]
     rates = [(layer, name, getattr(layer, name)) for layer, name in named if name is not None]
     found = [(layer, name, rate) for layer, name, rate in rates if rate > 0]
     try:
         for layer, name, _ in found:
             setattr(layer, name, 0.0)
-        yield bool(found)
+        with WithoutPoorMasks() if found else nullcontext():
+            yield bool(found)
     finally:
         for layer, name, rate in found:
             setattr(layer, name, rate)

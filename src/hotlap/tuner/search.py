@@ -32,7 +32,7 @@ DEAR = 0.25
 CHEAPER = 0.5
 """What holding the data may take, of what it took at first, for that to be tried again."""
 SOON = 0.1
-"""Of the updates that are left, how many may be waited for until the samples have come by, in any case."""
+"""Of the updates that are left, how many may be waited for until the samples are there, in any case."""
 LOOK_UPDATES = 16
 """A run that may spend less time than so many of its own updates take is left alone."""
 FEEDING_S = 0.3
@@ -246,16 +246,17 @@ class Search:
         return max(map(self._now.setup_s, self._held()), default=0.0)
 
     def _until_learned(self) -> Laps:
-        """Where bringing batches may bound the training, nothing else is tried before the samples have come by.
+        """Where bringing batches may bound the training, nothing else is tried before the samples are there.
 
         Where workers bring them, that is not seen: they may be as slow as the step, and hide what makes it faster.
         """
+        is_bound = self._probe.bound == "feeding"
         while self._is_holding_dear(DEAR):
             updates = self._learns_until()
             if updates is None:
                 return
-            is_soon = bool(self.plan.feed.workers) and updates < SOON * self._now.updates_left
-            if not is_soon and not (self._probe.bound == "feeding" and self._is_holding_dear()):
+            is_soon = (is_bound or bool(self.plan.feed.workers)) and updates < SOON * self._now.updates_left
+            if not is_soon and not (is_bound and self._is_holding_dear()):
                 return
             yield Rest(max(LEAST_REST, updates))
 

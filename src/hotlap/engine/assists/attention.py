@@ -16,7 +16,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -99,7 +99,7 @@ class WithoutPoorMasks:
 
     def __enter__(self) -> None:
         self._before.append(get_cudnn_attention())
-        if allowed() != [POOR_MASKS]:
+        if self._before[-1] and allowed() != [POOR_MASKS]:
             set_cudnn_attention(False)
 
     def __exit__(self, *_: object) -> None:
@@ -273,7 +273,7 @@ class Call:
 
     def by(self, kernel: SDPBackend | None) -> Tensor:
         """The output of a kernel, or of torch's choice. Raises RuntimeError if that kernel cannot compute it."""
-        with good_masks(self.dropout) if kernel is None else sdpa_kernel(kernel):
+        with torchs_choice(self) if kernel is None else sdpa_kernel(kernel):
             answer: Tensor = TORCHS_OWN(
                 *self.inputs,
                 attn_mask=self.mask,
@@ -284,6 +284,14 @@ class Call:
             )
         return answer
 
+    @property
+    def avoids_poor_masks(self) -> bool:
+        """Whether the kernel with poor masks is left out.
+
+        It also takes up to a second to set up for a shape. Evaluations in 16 bits that hotlap brings have many shapes.
+        """
+        return self.dropout > 0 or (not self.is_differentiated and any(type(one) is GoodMasks for one in _in_force))
+
     def shape(self) -> Hashable:
         """The key by which the choice of a kernel tells calls apart."""
         tensors = [*self.inputs, *([] if self.mask is None else [self.mask])]
@@ -291,6 +299,7 @@ class Call:
         return (
             tuple((tuple(t.shape), t.stride(), t.dtype, t.requires_grad) for t in tensors),
             self.dropout > 0,
+            self.avoids_poor_masks,
             self.causal,
             self.scale,
             self.grouped,
@@ -341,7 +350,7 @@ def own_kernel(call: Call) -> SDPBackend | None:
     if mask is not None and mask.is_floating_point():
         mask = mask.to(dtype or mask.dtype)
     try:
-        with good_masks(call.dropout):
+        with torchs_choice(call):
             number = attention_choice(
                 query, key, value, mask, call.dropout, call.causal, scale=call.scale, enable_gqa=call.grouped
             )
@@ -357,7 +366,7 @@ def candidates(call: Call, own: SDPBackend | None) -> list[SDPBackend]:
     it keeps all scores, and rounds elsewhere. With dropout the kernel with poor masks is left out: it takes seconds to
     set up for a shape, and its masks were poor at every shape that was checked.
     """
-    left_out = (own, SDPBackend.MATH, *([POOR_MASKS] if call.dropout else []))
+    left_out = (own, SDPBackend.MATH, *([POOR_MASKS] if call.avoids_poor_masks else []))
     others = [kernel for kernel in allowed() if kernel not in left_out]
     if call.query.device.type != "cuda" or not others:
         return []
@@ -382,17 +391,9 @@ def candidates(call: Call, own: SDPBackend | None) -> list[SDPBackend]:
     return found
 
 
-@contextmanager
-def good_masks(dropout: float) -> Iterator[None]:
-    """Inside, torch chooses a kernel with good masks for attention with dropout, if the user allows one."""
-    if dropout == 0 or not get_cudnn_attention() or allowed() == [POOR_MASKS]:
-        yield
-        return
-    set_cudnn_attention(False)
-    try:
-        yield
-    finally:
-        set_cudnn_attention(True)
+def torchs_choice(call: Call) -> AbstractContextManager[None]:
+    """Inside, torch chooses the kernel for this call, if possible one with good masks where that matters."""
+    return WithoutPoorMasks() if call.avoids_poor_masks else nullcontext()
 
 
 def allowed() -> list[SDPBackend]:

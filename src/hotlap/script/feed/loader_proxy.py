@@ -86,6 +86,8 @@ class LoaderProxy:
         self._state: ReadState | None = None
         self._loaders: dict[Feed, LoaderClone] = {}
         self._held: HeldSamples | None = None
+        self._fetched_since: int | None = None
+        """Batches that had been given when processes began to fetch samples."""
         self._epoch: weakref.ref[EpochIterator] | None = None
         self._is_closed = False
         self._at_start: ReadState | None = None
@@ -306,8 +308,8 @@ class LoaderProxy:
     def learn(self, epochs_left: float = math.inf) -> int | None:
         """Collect samples, in the background or as they pass, so that holding them later takes less time.
 
-        Returns the batches until more of them are there: to the end of the epoch, or few if processes fetch them. None
-        if this saves nothing.
+        Returns the batches until more of them are there: to the end of the epoch, or half of those until processes
+        have fetched all. None if this saves nothing.
         """
         feed = Feed(kind="resident" if self.device.type == "cuda" else "gather")
         if self.own.kind != "loader" or self.supports(feed) is not None:
@@ -320,7 +322,10 @@ class LoaderProxy:
         if kept_samples is None or kept_samples.is_over:
             return None
         if kept_samples.is_fetched:
-            return 1
+            if self._fetched_since is None:
+                self._fetched_since = self.given
+            missing = kept_samples.missing
+            return max(1, int((self.given - self._fetched_since) * missing / (1 - missing) / 2)) if missing < 1 else 1
         epoch = self._running()
         if epoch is not None:
             epoch.follow()
