@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -102,7 +103,6 @@ def run(
         tune_s=tune_seconds,
         without=tuple(without),
         as_json=as_json,
-        is_alone=True,
     )
     raise ToRun(partial(running.run, target, watched, seed))
 
@@ -114,9 +114,13 @@ class _Watched:
         self._settings = settings
 
     def __enter__(self) -> None:
+        began = time.perf_counter()
+        import torch  # noqa: F401
+
+        torch_s = time.perf_counter() - began
         from hotlap.script.session import Session, Settings
 
-        self._session = Session(Settings(**self._settings))
+        self._session = Session(Settings(**self._settings, torch_s=torch_s))
         self._session.__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

@@ -34,9 +34,12 @@ class Report:
     """Collects results of one script, and prints them on stderr at the end."""
 
     def __init__(
-        self, *, name: str, out: Path | None, as_json: bool, is_fixed: bool = False, is_alone: bool = False
+        self, *, name: str, out: Path | None, as_json: bool, is_fixed: bool = False, torch_s: float | None = None
     ) -> None:
-        """`is_alone`: the process only runs the script, so the script's time is that of the process."""
+        """`torch_s`: the process only runs the script, so the script's time is that of the process.
+
+        It took so many seconds to import torch, as it would without hotlap; the rest of the start so far is hotlap's.
+        """
         self._name, self._out, self._as_json, self._is_fixed = name, out, as_json, is_fixed
         self._home = Path().absolute()  # the script may change the working directory
         self._trainings: list[tuple[Ledger, list[str]]] = []
@@ -44,7 +47,8 @@ class Report:
         self._folders: dict[int, RunFolder] = {}
         self._faults: list[str] = []
         self._refusals: list[str] = []
-        self._began = time.perf_counter() - (_process_age_s() if is_alone else 0.0)
+        age_s = _process_age_s() if torch_s is not None else 0.0
+        self._began, self._start_s = time.perf_counter() - age_s, max(0.0, age_s - (torch_s or 0.0))
 
     def fault(self, error: Exception) -> None:
         """Add a failure of hotlap, or (a HotlapError) a reason why hotlap leaves the script alone."""
@@ -117,7 +121,8 @@ class Report:
                 return f"left as it was, because hotlap failed: {self._faults[0]}"
             if self._refusals:
                 return f"left as it was, because {self._refusals[0]}"
-        return headline(ledgers, time.perf_counter() - self._began, is_fixed=self._is_fixed)
+        took_s = time.perf_counter() - self._began
+        return headline(ledgers, took_s, start_s=self._start_s, is_fixed=self._is_fixed)
 
     def tell(self, error: BaseException | None = None) -> None:
         """Print everything."""
@@ -146,10 +151,11 @@ def _process_age_s() -> float:
     return max(0.0, time.time() - float(psutil.Process().create_time()))
 
 
-def headline(ledgers: Sequence[Ledger], took_s: float, *, is_fixed: bool = False) -> str:
+def headline(ledgers: Sequence[Ledger], took_s: float, *, start_s: float = 0.0, is_fixed: bool = False) -> str:
     """The result of a script's trainings in one line; `is_fixed`: the user chose the plan.
 
-    The time without hotlap is computed from updates that ran at the pace of the script's own plan, where measured.
+    The time without hotlap is computed from updates that ran at the pace of the script's own plan, where measured. The
+    seconds that hotlap took to start are not part of it.
     """
     if not ledgers:
         return "left as it was: no training found, because the script made too few weight updates"
@@ -169,7 +175,9 @@ def headline(ledgers: Sequence[Ledger], took_s: float, *, is_fixed: bool = False
         if not saved_s:
             names = ", ".join(row.what for row in found if row.outcome == "kept")
             return f"took {_whole(took_s)} with {names}; hotlap did not measure how much that saved"
-        return _gain(took_s, math.fsum(saved_s), math.fsum(row.cost_s for row in found if row.what == "total"))
+        return _gain(
+            took_s, math.fsum(saved_s) - start_s, math.fsum(row.cost_s for row in found if row.what == "total")
+        )
     whole = next((row.why for row in found if row.what == "all moves"), None)
     if whole is not None and not any(row.outcome in ("rejected", "undecided") for row in found):
         return f"{whole.partition(':')[0]}; nothing was changed{_hint(found, took_s)}"

@@ -76,8 +76,8 @@ class Settings:
     """Names of the tricks in `core.tricks` to leave out."""
     as_json: bool = False
     """Print the report as JSON."""
-    is_alone: bool = False
-    """Whether the process only runs the script."""
+    torch_s: float | None = None
+    """Seconds in which this process imported torch, if it only runs the script."""
 
 
 class Session:
@@ -95,7 +95,7 @@ class Session:
             out=settings.out,
             as_json=settings.as_json,
             is_fixed=is_fixed,
-            is_alone=settings.is_alone,
+            torch_s=settings.torch_s,
         )
         self._proxies: WeakKeyDictionary[DataLoader[Any], LoaderProxy] = WeakKeyDictionary()
         self._finder: LoopFinder | None = LoopFinder()
