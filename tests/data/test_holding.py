@@ -1,6 +1,7 @@
 """Holding data: the batches that a feed would give, out of columns that were brought once."""
 
 import gc
+import os
 import weakref
 from collections import OrderedDict, namedtuple
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from hotlap.core.errors import DataError
 from hotlap.core.plan import Feed
-from hotlap.data import resident
+from hotlap.data import background_fetch, resident
 from hotlap.data.dataset import as_source
 from hotlap.data.feeds import open_feed
 from hotlap.data.order import HostRandomness
@@ -106,6 +107,64 @@ def test_what_is_held_gives_the_batches_of_the_loader(name, indices, rows, chunk
     assert isinstance(columns, Columns)
     assert len(columns) == 20
     assert same(columns.gather(torch.tensor(indices)), wanted)
+
+
+@pytest.fixture
+def in_processes(monkeypatch):
+    """Two processes fetch, as beside a training on a GPU; collects those that were started."""
+    started = []
+
+    class Noted(background_fetch.BackgroundFetch):
+        def __init__(self, *args, **settings):
+            super().__init__(*args, **settings)
+            started.append(self)
+
+    monkeypatch.setattr(resident, "processes_for", lambda device, alone_s: 2)
+    monkeypatch.setattr(resident, "BackgroundFetch", Noted)
+    monkeypatch.setattr(background_fetch, "CHUNK", 3)
+    return started
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_processes_fetch_the_same(name, in_processes):
+    source, seen = as_source(Made(SAMPLES[name])), []
+    columns = hold_on_device(source, CPU, lambda done, total: seen.append((done, total)))
+    (wanted,) = open_feed(source, Feed(kind="loader")).pieces([torch.arange(20)], 0)
+    assert same(columns.gather(torch.arange(20)), wanted)
+    assert len(in_processes) == 1
+    assert not in_processes[0].has_failed
+    assert seen[-1] == (20, 20)
+    assert seen == sorted(seen)
+
+
+def test_what_processes_cannot_fetch_this_one_does(in_processes, monkeypatch):
+    here = os.getpid()
+
+    def only_here(self, indices):
+        if os.getpid() != here:
+            os._exit(1)
+        return read(self, indices)
+
+    read = Source.read
+    monkeypatch.setattr(Source, "read", only_here)
+    columns = hold_on_device(as_source(Made(SAMPLES["tuple"])), CPU)
+    assert in_processes[0].has_failed
+    assert torch.equal(columns.tensors[1], torch.arange(20))
+
+
+def test_a_sample_of_another_form_is_named_where_processes_fetch_too(in_processes):
+    data = Made(lambda i: torch.zeros(3 if i != 12 else 4))
+    with pytest.raises(DataError, match="12"):
+        hold_on_device(as_source(data), CPU)
+    assert in_processes[0].has_failed
+
+
+def test_processes_shorten_what_holding_is_expected_to_take(monkeypatch):
+    source = as_source(Made(SAMPLES["tuple"]))
+    monkeypatch.setattr(resident, "_sample_s", lambda source, kinds: 1.0)
+    assert time_to_hold(source, CPU) == pytest.approx(20.0)
+    monkeypatch.setattr(resident, "processes_for", lambda device, alone_s: 10 if alone_s == 20 else 0)
+    assert time_to_hold(source, CPU) == pytest.approx(20.0 / (10 * background_fetch.PACE))
 
 
 @pytest.mark.parametrize(

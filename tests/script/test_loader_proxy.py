@@ -27,6 +27,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hotlap.core.errors import PlanError
 from hotlap.core.plan import Feed
+from hotlap.data import background_fetch
 from hotlap.data.dataset import as_source
 from hotlap.data.feeds import PinnedBuffers
 from hotlap.data.sources import tensors_in
@@ -1587,8 +1588,8 @@ def test_a_sample_that_comes_by_twice_is_kept_once(at_any_price):
 @pytest.fixture
 def free_cores(monkeypatch):
     """A training on a GPU with free cores beside it; its held samples stay on the host."""
-    monkeypatch.setattr(feeds_module, "free_cores", lambda busy: 2)
-    monkeypatch.setattr(feeds_module, "LEAST_FETCHED_S", 0.0)
+    monkeypatch.setattr(background_fetch, "free_cores", lambda busy: 2)
+    monkeypatch.setattr(background_fetch, "LEAST_S", 0.0)
     made = HeldSamples.__init__
     monkeypatch.setattr(
         HeldSamples, "__init__", lambda self, source, device, own: made(self, source, torch.device("cuda"), own)
@@ -1651,7 +1652,7 @@ def test_where_processes_fail_samples_are_kept_as_they_pass(free_cores, at_any_p
     ("epochs_left", "cores", "kept"), [(3, 0, "passing"), (2, 0, None), (1.5, 2, "all"), (0.9, 2, None)]
 )
 def test_samples_are_kept_where_enough_is_left_to_train(epochs_left, cores, kept, free_cores, monkeypatch):
-    monkeypatch.setattr(feeds_module, "free_cores", lambda busy: cores)
+    monkeypatch.setattr(background_fetch, "free_cores", lambda busy: cores)
     loader = loader_of("tuples")
     proxy = served(loader)
     assert proxy.learn(epochs_left) == {"passing": len(loader), "all": 1, None: None}[kept]

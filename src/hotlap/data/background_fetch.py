@@ -31,9 +31,15 @@ SPARE_CORES: Final = 1
 """Cores that are left to the training."""
 NICE: Final = 10
 """How far the processes stand back behind the training, where both want a core."""
+LEAST_S: Final = 0.3
+"""Seconds of fetching that are worth processes of their own."""
+PACE: Final = 0.7
+"""How many times as fast as the training's own process each of them is, about: they leave the cores to the training."""
 PATIENCE: Final = 10
 """How many times longer than expected fetching may take before it is given up."""
 LEAST_PATIENCE_S: Final = 10.0
+PAUSE_S: Final = 0.002
+"""Seconds between two looks at processes that are waited for."""
 
 _PR_SET_PDEATHSIG: Final = 1
 """Of Linux: the signal that a process gets when its parent ends."""
@@ -44,6 +50,19 @@ def free_cores(busy: int) -> int:
     if sys.platform != "linux" or multiprocessing.get_start_method(allow_none=True) not in (None, "fork"):
         return 0
     return max(0, min(MOST_PROCESSES, read_cpu().cores - SPARE_CORES - busy))
+
+
+def processes_for(device: torch.device, alone_s: float, busy: int = 0) -> int:
+    """How many processes may fetch what takes the training's own process so many seconds.
+
+    None where the training computes on the cores itself, or `busy` other processes of it do.
+    """
+    return free_cores(busy) if device.type == "cuda" and alone_s >= LEAST_S else 0
+
+
+def shared_s(alone_s: float, processes: int) -> float:
+    """About how many seconds so many processes take; with none, the training's own process fetches."""
+    return alone_s / max(1.0, PACE * processes)
 
 
 class BackgroundFetch:
@@ -79,10 +98,12 @@ class BackgroundFetch:
             self._look()
         return self._pid is None and not self.has_failed
 
-    def wait(self) -> bool:
-        """Wait for all samples; False if the processes failed."""
+    def wait(self, progress: Callable[[int, int], None] | None = None) -> bool:
+        """Wait for all samples, and call `progress` with those fetched and all; False if the processes failed."""
         while not self.is_done and not self.has_failed:
-            time.sleep(0.001)
+            if progress is not None:
+                progress(int(self._total * (1 - self.missing)), self._total)
+            time.sleep(PAUSE_S)
         return self.is_done
 
     def close(self) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.data import default_collate
 
 from hotlap.core.errors import DataError, TrainingError, first_line, kind_of
 from hotlap.core.units import MIB, show_bytes
+from hotlap.data.background_fetch import BackgroundFetch, processes_for, shared_s
 from hotlap.data.batches import Batch, count_samples, map_tensors
 from hotlap.data.pure.proof import GRADIENTS, why_not_fixed
 from hotlap.data.sources import Allocate, Columns, HoldingCost, Selection, Source, StackedColumns, tensors_in
@@ -245,7 +247,8 @@ def hold_on_device(source: Source, device: torch.device, progress: Progress | No
     """All samples as columns on `device`, in the containers in which a feed gives batches, with their `holding_cost`.
 
     Tensors go there unchanged, or stay if they are there already; windows go as their series. hotlap fetches computed
-    samples once, in order. Raises DataError if the samples cannot be columns.
+    samples once, in several processes where the training leaves cores free. Raises DataError if the samples cannot be
+    columns.
     """
     reason = _why_not_columns(source)
     if reason:
@@ -276,8 +279,14 @@ def time_to_hold(source: Source, device: torch.device) -> float:
         return 0.0
     seconds = bytes_needed(source, _numbered(device)) / SENT_A_SECOND
     if source.computes:
-        seconds += _sample_s(source.for_probing(), _measured(source).kinds) * len(source)
+        alone_s = _alone_s(source)
+        seconds += shared_s(alone_s, processes_for(device, alone_s))
     return seconds
+
+
+def _alone_s(source: Source) -> float:
+    """About how many seconds this process takes to fetch and stack all samples."""
+    return _sample_s(source.for_probing(), _measured(source).kinds) * len(source)
 
 
 def _sample_s(source: Source, kinds: _Kinds) -> float:
@@ -372,6 +381,9 @@ def _row_bytes(tensor: Tensor) -> int:
 
 def _fetched(source: Source, device: torch.device, progress: Progress | None) -> Columns:
     """All samples, fetched once and stacked into memory on the device."""
+    columns = _fetched_by_processes(source, device, progress)
+    if columns is not None:
+        return columns
     total, name, measured = len(source), type(source.samples).__name__, _measured(source)
     whole = map_tensors(measured.one, lambda t: torch.empty((total, *t.shape[1:]), dtype=t.dtype, device=device))
     targets = tensors_in(whole)
@@ -388,6 +400,34 @@ def _fetched(source: Source, device: torch.device, progress: Progress | None) ->
         if progress is not None:
             progress(end, total)
     return StackedColumns(whole)
+
+
+def _fetched_by_processes(source: Source, device: torch.device, progress: Progress | None) -> Columns | None:
+    """All samples, fetched by processes on the host and sent to the device; None if that cannot be or fails."""
+    if processes_for(device, math.inf) < 2:
+        return None
+    alone_s = _alone_s(source)
+    processes = processes_for(device, alone_s)
+    if processes < 2 or why_not_held(source, CPU, reserve_bytes=0) is not None:
+        return None
+    one, kinds, read = _measured(source).one, _measured(source).kinds, source.for_probing().read
+
+    def fetch(positions: Sequence[int]) -> list[Tensor]:
+        rows, odd = _stacked(read(positions), kinds)
+        if odd is not None:
+            raise DataError("the samples differ")  # the caller fetches them itself, and says how
+        return tensors_in(rows)
+
+    try:
+        found = BackgroundFetch(fetch, tensors_in(one), len(source), processes=processes, expected_s=alone_s)
+    except OSError:  # no memory, or no more processes
+        return None
+    if not found.wait(progress):
+        return None
+    sent = [_brought(column, None, len(column), device) for column in found.columns][::-1]
+    if progress is not None:
+        progress(len(source), len(source))
+    return StackedColumns(map_tensors(one, lambda _: sent.pop()))
 
 
 def _stacked(samples: list[Any], wanted: _Kinds) -> tuple[Batch, tuple[int, _Kinds] | None]:

@@ -18,7 +18,7 @@ from hotlap.core.errors import DataError, MachineError
 from hotlap.core.plan import Feed
 from hotlap.core.torch_private import foreach_copy_, set_version_counter
 from hotlap.core.units import MIB
-from hotlap.data.background_fetch import BackgroundFetch, free_cores
+from hotlap.data.background_fetch import BackgroundFetch, processes_for, shared_s
 from hotlap.data.batches import Batch, map_tensors
 from hotlap.data.feeds import AHEAD, BUFFER_SETS, DeviceCopier, PendingCopy, PinnedBuffers, WorkerStart, within_cores
 from hotlap.data.resident import CPU, SENT_A_SECOND, bytes_needed, hold_on_device, packed, time_to_hold, why_not_held
@@ -444,7 +444,7 @@ class HeldSamples:
         self._columns: Source | None = None
         self._tensors: list[Tensor] = []
         self._versions: list[int] = []
-        self._free_cores: int | None = None
+        self._most_processes: int | None = None
 
     def why_not(self, feed: Feed) -> str | None:
         """Why the samples cannot be held for a feed; None if they can."""
@@ -465,7 +465,7 @@ class HeldSamples:
         if not source.computes:
             return self._time_to_hold(source, self._device) if kind == "resident" else 0.0
         missing = self.kept_samples.missing if self.kept_samples is not None else 1.0
-        fetched_s = missing * self._alone_s / max(1.0, PACE_OF_PROCESSES * self._processes)
+        fetched_s = missing * shared_s(self._alone_s, self._processes)
         return fetched_s + (bytes_needed(source) / SENT_A_SECOND if kind == "resident" else 0.0)
 
     def learn(self, epochs_left: float = math.inf) -> KeptSamples | None:
@@ -489,14 +489,12 @@ class HeldSamples:
 
     @property
     def _processes(self) -> int:
-        """How many processes may fetch samples in the background; 0 if the training needs the cores itself."""
-        if self._device.type != "cuda" or self._alone_s < LEAST_FETCHED_S:
-            return 0
+        """How many processes fetch samples in the background, or may."""
         if self.kept_samples is not None and not self.kept_samples.is_fetched:
             return 0
-        if self._free_cores is None:
-            self._free_cores = free_cores(self._own.workers)
-        return self._free_cores
+        if self._most_processes is None:
+            self._most_processes = processes_for(self._device, self._alone_s, self._own.workers)
+        return self._most_processes
 
     def hold(self, feed: Feed) -> None:
         """Hold the samples for a feed. Raises DataError if they do not form columns."""
@@ -565,10 +563,6 @@ It lasts about one epoch out of three or more: a twentieth of that epoch is less
 """
 MORE_THAN = 2
 """Epochs that must be left for passing samples to be worth keeping; with processes, in the time of all of them."""
-LEAST_FETCHED_S = 0.3
-"""Seconds of fetching that are worth processes of their own."""
-PACE_OF_PROCESSES = 0.7
-"""How many times as fast as this process each of them is, about: they leave the cores to the training."""
 _Numbers = np.ndarray[Any, np.dtype[np.int64]]
 CHUNK = 1024
 """Samples to fetch at a time, of those that did not pass."""
