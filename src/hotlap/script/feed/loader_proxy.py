@@ -45,6 +45,10 @@ MOST_NOTED = 2**31
 """Bytes of arrays up to which hotlap notes what persistent workers start with; it reads all of them."""
 
 
+LEAST_FETCHED = 0.05
+"""Share of samples that must have been fetched to tell when all are there: processes take a moment to start."""
+
+
 class LoaderProxy:
     """Replaces the iteration over one loader of a script.
 
@@ -324,8 +328,8 @@ class LoaderProxy:
         if kept_samples.is_fetched:
             if self._fetched_since is None:
                 self._fetched_since = self.given
-            missing = kept_samples.missing
-            return max(1, int((self.given - self._fetched_since) * missing / (1 - missing) / 2)) if missing < 1 else 1
+            missing, since = kept_samples.missing, self.given - self._fetched_since
+            return max(1, int(since * missing / (1 - missing) / 2)) if 1 - missing > LEAST_FETCHED else 1
         epoch = self._running()
         if epoch is not None:
             epoch.follow()
