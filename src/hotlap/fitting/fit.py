@@ -251,7 +251,7 @@ class CachedModel:
         return result
 
     def store(self, run: Run) -> None:
-        """Keep a trained model; if the cache cannot take it, the log says so and nothing stops."""
+        """Keep a trained model."""
         if self.unknown:
             return
         values = {
@@ -261,10 +261,7 @@ class CachedModel:
             "train_s": run.train_s,
         }
         weights = {name: tensor.detach().cpu() for name, tensor in trained_tensors(self._rig).items()}
-        try:
-            store_model(self._cache, self._key, weights, values, {"model": type(run.model).__name__})
-        except StoreError as error:
-            log.warning("the trained model is not kept in the cache: %s", error)
+        store_model(self._cache, self._key, weights, values, {"model": type(run.model).__name__})
 
 
 def begin(task: Task, session: RunSession, started: dict[str, Any]) -> ProgressState:

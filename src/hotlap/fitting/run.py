@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,30 +19,18 @@ from hotlap.store.run_folder import Artefact, RunFolder, finite
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """A finished training."""
+class FinishedRun(ABC):
+    """A finished training, of a network or of trees."""
 
-    model: nn.Module
-    """The trained model: the best weights where early stopping was asked for, else the last."""
-    plan: Plan
-    """The plan in force at the end."""
     ledger: Ledger
     history: list[dict[str, Any]]
-    """One record an evaluation or epoch: step, epoch, train_loss, valid_loss, metrics, lr, elapsed_s."""
+    """One record an evaluation, epoch or round."""
     best: dict[str, Any]
-    """The record whose weights the model has."""
-    steps: int
-    """Windows gone through."""
-    updates: int
-    """Real updates of the weights."""
-    samples: int
-    """Samples seen."""
+    """The record of what the model keeps."""
     train_s: float
-    """Seconds spent on training steps."""
+    """Seconds spent on training."""
     total_s: float
     """Seconds from start to end, all included."""
-    saving_s: float
-    """Seconds that training stood still for checkpoints."""
     stopped: str
     """Why it ended."""
     left_out: tuple[str, ...] = ()
@@ -71,16 +60,12 @@ class Run:
             {
                 "run": str(self.path),
                 "stopped": self.stopped,
-                "steps": self.steps,
-                "updates": self.updates,
-                "samples": self.samples,
+                **self._counts(),
                 "train_s": self.train_s,
                 "total_s": self.total_s,
-                "saving_s": self.saving_s,
                 "left_out": list(self.left_out),
                 "problems": list(self.problems),
                 "best": self.best,
-                "plan": self.plan.to_dict(),
                 "tuning": as_json(self.ledger),
                 "artefacts": [vars(artefact) for artefact in self.artefacts()],
             }
@@ -89,27 +74,78 @@ class Run:
 
     def summary(self) -> str:
         """What was done and how it scored, for people."""
-        per_step = self.train_s / self.steps if self.steps else 0.0
-        rate = self.samples / self.train_s if self.train_s else 0.0
-        skipped = self.steps - self.updates
-        judged = {k: v for k, v in self.best.items() if k not in ("step", "epoch", "lr", "elapsed_s", "samples")}
-        tuning = table(self.ledger)
+        tuning, score = table(self.ledger), self._score()
         lines = [
             *([*tuning, ""] if tuning else []),
-            f"plan      {self.plan}",
-            f"trained   {self.updates:,} updates, {self.samples:,} samples in {show_seconds(self.train_s)}: "
-            f"{show_seconds(per_step)}/step, {show_rate(rate)} samples/s",
-            *([f"skipped   {skipped:,} updates whose gradients were not finite"] if skipped else []),
+            *self._trained(),
             f"ended     {self.stopped}, {show_seconds(self.total_s)} in all",
             *(f"left out  {line}" for line in self.left_out),
-            f"score     {' · '.join(f'{name} {value:.4g}' for name, value in judged.items() if value is not None)}"
-            f" (epoch {self.best['epoch']}, step {self.best['step']:,})",
+            *([f"score     {score}"] if score else []),
             *(f"problem   {problem}" for problem in self.problems),
             f"run       {self.path}",
         ]
         lines += [f"          {show_bytes(a.bytes):>9}  {a.name:<18} {a.what}" for a in self.artefacts()]
         return "\n".join(map(clean, lines))
 
+    @abstractmethod
+    def _counts(self) -> dict[str, Any]:
+        """The plan, and how much was trained, as JSON holds them."""
+
+    @abstractmethod
+    def _trained(self) -> list[str]:
+        """The plan, and how much was trained, for people."""
+
+    @abstractmethod
+    def _score(self) -> str:
+        """The score of the model; empty where it has none."""
+
     def _repr_html_(self) -> str:
         """The summary, as a notebook shows it."""
         return f"<pre>{html.escape(self.summary())}</pre>"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(FinishedRun):
+    """A finished training of a network.
+
+    Records of `history` have step, epoch, train_loss, valid_loss, metrics, lr and elapsed_s.
+    """
+
+    model: nn.Module
+    """The trained model: the best weights where early stopping was asked for, else the last."""
+    plan: Plan
+    """The plan in force at the end."""
+    steps: int
+    """Windows gone through."""
+    updates: int
+    """Real updates of the weights."""
+    samples: int
+    """Samples seen."""
+    saving_s: float
+    """Seconds that training stood still for checkpoints."""
+
+    def _counts(self) -> dict[str, Any]:
+        return {
+            "steps": self.steps,
+            "updates": self.updates,
+            "samples": self.samples,
+            "saving_s": self.saving_s,
+            "plan": self.plan.to_dict(),
+        }
+
+    def _trained(self) -> list[str]:
+        per_step = self.train_s / self.steps if self.steps else 0.0
+        rate = self.samples / self.train_s if self.train_s else 0.0
+        skipped = self.steps - self.updates
+        return [
+            f"plan      {self.plan}",
+            f"trained   {self.updates:,} updates, {self.samples:,} samples in {show_seconds(self.train_s)}: "
+            f"{show_seconds(per_step)}/step, {show_rate(rate)} samples/s",
+            *([f"skipped   {skipped:,} updates whose gradients were not finite"] if skipped else []),
+        ]
+
+    def _score(self) -> str:
+        passed = ("step", "epoch", "lr", "elapsed_s", "samples")
+        judged = {k: v for k, v in self.best.items() if k not in passed and v is not None}
+        figures = " · ".join(f"{name} {value:.4g}" for name, value in judged.items())
+        return f"{figures} (epoch {self.best['epoch']}, step {self.best['step']:,})"

@@ -6,11 +6,9 @@ epochs, rounds and the blend. Then it learns on all rows before those held out, 
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
@@ -22,11 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotlap import trees
 from hotlap.core.errors import DataError, JobError, MachineError, did_you_mean, shown
 from hotlap.core.job import Job
 from hotlap.core.units import show_seconds
+from hotlap.fitting.run import FinishedRun, Run
 from hotlap.recipes import forecast_models
+from hotlap.recipes.boosted_trees import missing_line, settings_of, train_trees
 from hotlap.recipes.forecast_models import (
     BLEND,
     NAMED,
@@ -55,6 +54,9 @@ from hotlap.recipes.tabular import TabularRecipe, refuse, refuse_pictures
 from hotlap.store.cache import Cache, key_of
 from hotlap.store.weights import MODEL, load_weights
 from hotlap.trees import TreeJob, TreeRun
+
+Fit = Callable[[Split, Path, float, int | None], tuple[FinishedRun, Numbers]]
+"""Trains a part in a folder and a share of the time, for so many rounds or epochs; the run and its answers."""
 
 PARAMETERS = {
     "xgboost": {"max_depth": 3, "eta": 0.05, "subsample": 0.8, "colsample_bytree": 0.5, "min_child_weight": 5},
@@ -186,7 +188,7 @@ class ForecastRecipe(TabularRecipe):
             return [name for name in other.columns if name != self.time], other
         found: dict[str, None] = {}
         for word in words:
-            names = [word] if word in self.table else [one for one in self.table.columns if fnmatchcase(one, word)]
+            names = [word] if word in self.table else [name for name in self.table.columns if fnmatchcase(name, word)]
             if not names:
                 near = did_you_mean(word, self.table.columns)
                 raise DataError(f"--targets {shown(word)} matches no column of {options.data}, and is no file{near}")
@@ -325,19 +327,18 @@ class ForecastRecipe(TabularRecipe):
         name: str,
         outside: Sequence[Numbers],
         held: Numbers,
+        *,
         weights: dict[str, Tensor],
-        took_s: float,
         **more: Any,
     ) -> Trained:
         """A model with its standardised answers, out of fold and for the held-out rows, kept for the blend."""
         self.missed[name] = np.concatenate(
-            [self._errors(part, one) for part, one in zip(self.parts, outside, strict=True)]
+            [self._errors(part, answered) for part, answered in zip(self.parts, outside, strict=True)]
         )
         self.standardised[name], self.kept[name] = held, weights
         return Trained(
             weights={**self.reader.tensors(), **weights},
             answers=self.whole.scale.answers(self.whole.held, held),
-            train_s=took_s,
             **more,
         )
 
@@ -356,13 +357,16 @@ class ForecastRecipe(TabularRecipe):
             was_made = True
             outside, missed = [], []
             for part in self.parts:
-                x, held = (part.scale.inputs(one).numpy() for one in (part.train, part.held))
+                x, held = (part.scale.inputs(rows).numpy() for rows in (part.train, part.held))
                 outside.append(Ridge(x, part.scale.targets(part.train, self.y)).answers(held))
-                missed.append(np.stack([self._errors(part, one) for one in outside[-1]]))
+                missed.append(np.stack([self._errors(part, answered) for answered in outside[-1]]))
             alphas = best_alphas(np.concatenate(missed, axis=1))
             places = np.searchsorted(forecast_models.ALPHAS, alphas)
             ridge = Ridge(self.whole.scale.inputs(rows).numpy(), self.whole.scale.targets(rows, self.y))
-            found = {f"fold{at}": np.take_along_axis(one, places[None, None], 0)[0] for at, one in enumerate(outside)}
+            found = {
+                f"fold{at}": np.take_along_axis(answered, places[None, None], 0)[0]
+                for at, answered in enumerate(outside)
+            }
             return {**found, "ridge": ridge.weights(alphas)}, time.perf_counter() - began
 
         if not trainer.reuse:
@@ -371,73 +375,77 @@ class ForecastRecipe(TabularRecipe):
         weights = torch.as_tensor(tensors["ridge"])
         outside = [np.asarray(tensors[f"fold{at}"]) for at in range(len(self.parts))]
         held = self.reader.standardised("ridge", weights, self.whole.held, 1, "cpu")
-        return self.trained("ridge", outside, held, {"ridge": weights}, float(took_s), was_kept=not was_made)
+        return self.trained(
+            "ridge", outside, held, weights={"ridge": weights}, train_s=float(took_s), was_kept=not was_made
+        )
 
     def _installed(self) -> list[str]:
         """The models that the options name, without those whose library is missing."""
         names = list(dict.fromkeys(self.options.models))
-        lacking = [name for name in names if name in TREES and importlib.util.find_spec(name) is None]
-        for name in lacking:
-            self.say(f"warning   left out: {name} is not installed: pip install hotlap[trees]")
-        if lacking == names:
+        lacking = {name: line for name in names if name in TREES and (line := missing_line(name)) is not None}
+        for line in lacking.values():
+            self.say(line)
+        if list(lacking) == names:
             raise MachineError(
                 f"{' and '.join(lacking)} is not installed: pip install hotlap[trees], or name other --models"
             )
         return [name for name in names if name not in lacking]
 
+    def train_in_folds(self, name: str, trainer: Trainer, fit: Fit, words: str, **more: Any) -> Trained:
+        """Train on each fold, then on all rows for as long as was best in the folds, by the median."""
+        folder, unit = trainer.folder / "folds", words.partition("s,")[0]
+        found = [
+            fit(part, folder / f"{name} {number}", self._share(number), None)
+            for number, part in enumerate(self.parts, 1)
+        ]
+        best = np.concatenate([np.ravel(run.best[unit]) for run, _ in found])
+        length = max(1, round(float(np.median(best))))
+        self.say(f"{name:<9} {length} {words} in {len(found)} folds")
+        found.append(fit(self.whole, trainer.folder / "models" / name, 1.0, length))
+        runs, answers = zip(*found, strict=True)
+        return self.trained(
+            name,
+            answers[:-1],
+            answers[-1],
+            train_s=sum(run.train_s for run in runs),
+            was_kept=all("cache" in run.stopped for run in runs),
+            **more,
+        )
+
     def train_trees(self, name: str, trainer: Trainer) -> Trained:
         """Trees for each target; on all rows as many rounds as were best out of fold, by the median over targets."""
-        outside, runs = [], []
-        for number, part in enumerate(self.parts, 1):
-            places, job = self.tree_job(name, part, self.options.rounds, is_judged=True)
-            out = trainer.folder / "folds" / f"{name} {number}"
-            runs.append(self._grown(job, out, trainer, self._share(number)))
-            outside.append(runs[-1].predict(part.held.features[part.held.own][:, places]))
-            how = "trained before, which saved" if "cache" in runs[-1].stopped else "in"
-            self.say(f"{name:<9} fold {number} of {len(self.parts)} {how} {show_seconds(runs[-1].train_s)}")
-        best = np.concatenate([np.ravel(run.best["round"]) for run in runs])
-        rounds = max(1, round(float(np.median(best))))
-        self.say(f"{name:<9} {rounds} rounds, as was best for half of the targets in {len(runs)} folds")
-        places, job = self.tree_job(name, self.whole, rounds, is_judged=False)
-        runs.append(self._grown(job, trainer.folder / "models" / name, trainer, 1.0))
-        rows = self.whole.held
-        held = runs[-1].predict(rows.features[rows.own][:, places])
-        was_kept = all("cache" in run.stopped for run in runs)
-        took_s, weights = sum(run.train_s for run in runs), {f"{name}.features": torch.from_numpy(places)}
-        return self.trained(name, outside, held, weights, took_s, was_kept=was_kept)
 
-    def tree_job(self, name: str, part: Split, rounds: int, *, is_judged: bool) -> tuple[Numbers, TreeJob]:
-        """The trees of a part, with the numbers of their features; a target that is unknown counts as its simple rule.
+        def fit(part: Split, out: Path, share: float, rounds: int | None) -> tuple[TreeRun, Numbers]:
+            places = self.tree_places(part)
+            run = train_trees(self.tree_job(name, part, places, rounds), out, trainer, self.options, share=share)
+            if rounds is None:
+                how = "trained before, which saved" if "cache" in run.stopped else "in"
+                self.say(f"{name:<9} fold {out.name.split()[1]} of {len(self.parts)} {how} {show_seconds(run.train_s)}")
+            return run, run.predict(part.held.features[part.held.own][:, places])
 
-        Where it `is_judged`, each target stops at its best round on what is held out there.
+        weights = {f"{name}.features": torch.from_numpy(self.tree_places(self.whole))}
+        words = "rounds, as was best for half of the targets"
+        return self.train_in_folds(name, trainer, fit, words, weights=weights)
+
+    def tree_places(self, part: Split) -> Numbers:
+        """The numbers of the features that the trees of a part see."""
+        z = part.scale.targets(part.train, self.y)
+        return telling_features(part.scale.inputs(part.train).numpy(), z, self.options.tree_features)
+
+    def tree_job(self, name: str, part: Split, places: Numbers, rounds: int | None) -> TreeJob:
+        """The trees of a part, of so many rounds; a target that is unknown counts as its simple rule.
+
+        Without `rounds`, each target stops at its best round on what is held out there.
         """
         options = self.options
-        z = part.scale.targets(part.train, self.y)
-        places = telling_features(part.scale.inputs(part.train).numpy(), z, options.tree_features)
-        params: dict[str, Any] = dict(PARAMETERS[name])
-        if name == "xgboost" and options.device != "auto":
-            params["device"] = options.device
-        held = part.held.features[part.held.own][:, places], np.nan_to_num(part.scale.targets(part.held, self.y))
-        job = TreeJob(
-            part.train.features[part.train.own][:, places],
-            np.nan_to_num(z),
-            valid=held if is_judged else None,
-            library="xgboost" if name == "xgboost" else "lightgbm",
-            params=params,
-            rounds=rounds,
-            patience=TREE_PATIENCE if is_judged else None,
-            seed=options.seed % 2**31,
+        (x, z), held = (
+            (rows.features[rows.own][:, places], np.nan_to_num(part.scale.targets(rows, self.y)))
+            for rows in (part.train, part.held)
         )
-        return places, job
-
-    def _grown(self, job: TreeJob, out: Path, trainer: Trainer, share: float) -> TreeRun:
-        """Trees in a folder of their own, which an interrupted run may have begun; in a share of the time left."""
-        shutil.rmtree(out, ignore_errors=True)
-        plan = "off" if self.options.plan == "off" else "auto"
-        limit = None if trainer.limit is None else trainer.limit.part(share)
-        run = trees.fit(job, plan=plan, out=out, reuse=trainer.reuse, finish_in=limit, progress=False)
-        trainer.left_out.extend(f"{out.name}: {line}" for line in run.left_out)
-        return run
+        settings = settings_of(options, name, PARAMETERS[name])
+        if rounds is not None:
+            return TreeJob(x, z, rounds=rounds, **settings)
+        return TreeJob(x, z, valid=held, rounds=options.rounds, patience=TREE_PATIENCE, **settings)
 
     def _share(self, number: int) -> float:
         """The share of a fold, from 1 on, in the rows that this one and all later trainings learn from."""
@@ -446,22 +454,19 @@ class ForecastRecipe(TabularRecipe):
 
     def train_lstm(self, trainer: Trainer) -> Trained:
         """One LSTM for all targets: the epochs that were best out of fold, then as many on all rows."""
-        options, runs, outside = self.options, [], []
-        for number, part in enumerate(self.parts, 1):
-            out = trainer.folder / "folds" / f"lstm {number}"
-            run = trainer.fit(self.lstm_job(part), out, quiet=True, share=self._share(number))
+        options, history = self.options, list[dict[str, Any]]()
+
+        def fit(part: Split, out: Path, share: float, epochs: int | None) -> tuple[Run, Numbers]:
+            job = self.lstm_job(part)
+            if epochs is not None:
+                job = replace(job, epochs=epochs, patience=None)
+            run = trainer.fit(job, out, quiet=epochs is None, share=share)
+            history[:] = run.history
             reader = ForecastReader(self.setup, part.scale, options.width)
-            outside.append(reader.standardised("lstm", run.model, part.held, options.judged_at_once, options.device))
-            runs.append(run)
-        epochs = max(1, round(float(np.median([run.best["epoch"] for run in runs]))))
-        self.say(f"lstm      {epochs} epochs, as was best in {len(runs)} folds")
-        job = replace(self.lstm_job(self.whole), epochs=epochs, patience=None)
-        run = trainer.fit(job, trainer.folder / "models" / "lstm")
-        runs.append(run)
-        held = self.reader.standardised("lstm", run.model, self.whole.held, options.judged_at_once, options.device)
-        was_kept = all("cache" in one.stopped for one in runs)
-        took_s = sum(one.train_s for one in runs)
-        return self.trained("lstm", outside, held, {}, took_s, was_kept=was_kept, history=run.history)
+            size, device = options.judged_at_once, options.device
+            return run, reader.standardised("lstm", run.model, part.held, size, device)
+
+        return self.train_in_folds("lstm", trainer, fit, "epochs, as was best", weights={}, history=history)
 
     def lstm_job(self, part: Split) -> Job:
         """The training on a part, judged on what is held out there."""
@@ -469,7 +474,8 @@ class ForecastRecipe(TabularRecipe):
         reader = ForecastReader(self.setup, part.scale, self.options.width)
         before = self.setup.length - 1
         data, held = (
-            reader.windows(one, with_known(part.scale.targets(one, self.y), before)) for one in (part.train, part.held)
+            reader.windows(rows, with_known(part.scale.targets(rows, self.y), before))
+            for rows in (part.train, part.held)
         )
         return self.adamw_job(
             reader.model("lstm"), data, held, lr=0.002, epochs=10, loss=KnownError(), metrics=(), monitor="loss"
@@ -484,7 +490,7 @@ class ForecastRecipe(TabularRecipe):
         self.missed[BLEND] = mixed(self.missed, each)
         self.reader.members = names
         means = ", ".join(f"{name} {share:.2f}" for name, share in zip(names, shares.mean(1), strict=True))
-        errors = {name: _relative(one, self.missed[RULE]) for name, one in self.missed.items()}
+        errors = {name: _relative(missed, self.missed[RULE]) for name, missed in self.missed.items()}
         figures = ", ".join(f"{name} {error:.3f}" for name, error in errors.items() if name != RULE)
         self.say(f"blend     mean shares over {shares.shape[1]:,} targets: {means}")
         self.say(f"          out-of-fold RMSE as a share of the simple rule's: {figures}")
@@ -493,7 +499,7 @@ class ForecastRecipe(TabularRecipe):
             target: dict(zip(names, column, strict=True))
             for target, column in zip(self.setup.targets, shares.T.tolist(), strict=True)
         }
-        weights = {name: one for part in self.kept.values() for name, one in part.items()}
+        weights = {name: tensor for kept in self.kept.values() for name, tensor in kept.items()}
         return Trained(
             weights={**self.reader.tensors(), **weights, BLEND: torch.from_numpy(shares.copy())},
             answers=self.whole.scale.answers(rows, held),
@@ -545,7 +551,7 @@ def _missing_lines(names: Sequence[str], values: Numbers, fill: int) -> list[str
 
 def _relative(missed: Numbers, rule: Numbers) -> float:
     """The mean over the targets of one RMSE as a share of another."""
-    ours, theirs = (np.sqrt(np.nansum(one**2, axis=0)) for one in (missed, rule))
+    ours, theirs = (np.sqrt(np.nansum(errors**2, axis=0)) for errors in (missed, rule))
     return float(np.mean(ours[theirs > 0] / theirs[theirs > 0])) if (theirs > 0).any() else 1.0
 
 

@@ -20,6 +20,7 @@ from hotlap import trees
 from hotlap.core.errors import DataError, shown
 from hotlap.data.windows import Windows
 from hotlap.recipes.answers import outputs_of
+from hotlap.recipes.boosted_trees import Mixture
 from hotlap.recipes.lag_features import MOST_ROWS, Lags, filled, shifted, times_of
 from hotlap.recipes.networks import AttentiveLstm
 from hotlap.recipes.recipe import Asked, Numbers, Reader, Say
@@ -163,7 +164,7 @@ class Scale:
         """The scale of these rows; `y` are the targets of all rows of the table."""
         x = rows.features[rows.own].astype(np.float64)
         level, spread = _moments(y[rows.own])
-        missed = np.stack([spread**2, *(_mean_square(y[rows.own] - one[rows.own]) for one in rows.rules)])
+        missed = np.stack([spread**2, *(_mean_square(y[rows.own] - rule[rows.own]) for rule in rows.rules)])
         rule = missed.argmin(0) - 1
         mean, deviation = _moments(x)
         begun = cls(mean=mean, deviation=deviation, level=level, rule=rule, target_mean=level, target_deviation=level)
@@ -185,8 +186,8 @@ class Scale:
     def base(self, rows: Rows) -> Numbers:
         """What the rule of each target says; the target's mean where it says nothing."""
         found = np.tile(self.level, (len(rows), 1))
-        for number, one in enumerate(rows.rules):
-            said = one[rows.own]
+        for number, rule in enumerate(rows.rules):
+            said = rule[rows.own]
             found = np.where((self.rule == number) & np.isfinite(said), said, found)
         return found
 
@@ -202,12 +203,12 @@ class Scale:
 
     def tensors(self) -> dict[str, Tensor]:
         """As a file of weights holds it."""
-        return {f"scale.{one.name}": torch.from_numpy(getattr(self, one.name)) for one in fields(self)}
+        return {f"scale.{field.name}": torch.from_numpy(getattr(self, field.name)) for field in fields(self)}
 
     @classmethod
     def from_tensors(cls, stored: Mapping[str, Tensor]) -> Scale:
         """The scale that `tensors` gave."""
-        return cls(**{one.name: stored[f"scale.{one.name}"].numpy() for one in fields(cls)})
+        return cls(**{field.name: stored[f"scale.{field.name}"].numpy() for field in fields(cls)})
 
 
 def _moments(values: Numbers) -> tuple[Numbers, Numbers]:
@@ -288,7 +289,7 @@ class Ridge:
 
 def best_alphas(missed: Numbers) -> Numbers:
     """The penalty of each target with the least squared error; `missed` are errors, penalties × rows × targets."""
-    found: Numbers = np.asarray(ALPHAS)[np.stack([_mean_square(one) for one in missed]).argmin(0)]
+    found: Numbers = np.asarray(ALPHAS)[np.stack([_mean_square(errors) for errors in missed]).argmin(0)]
     return found
 
 
@@ -335,7 +336,7 @@ def blend_weights(errors: Sequence[Numbers]) -> Numbers:
     part. `errors` are of each model, rows × targets; what is nan does not count.
     """
     shares = np.asarray(list(_shares(len(errors), PARTS))) / PARTS
-    each = np.stack([np.nan_to_num(one) for one in errors])
+    each = np.stack([np.nan_to_num(missed) for missed in errors])
     together = np.einsum("mnt,knt->mkt", each, each, optimize=True).reshape(len(errors) ** 2, -1)
     pairs = (shares[:, :, None] * shares[:, None, :]).reshape(len(shares), -1)
     found: Numbers = shares[(pairs @ together).argmin(0)].T
@@ -353,7 +354,7 @@ def _shares(models: int, parts: int) -> list[tuple[int, ...]]:
 
 def mixed(answers: Mapping[str, Numbers], weights: Mapping[str, Any]) -> Numbers:
     """The sum of standardised answers of models, each by its shares of the targets."""
-    return sum((weights[name] * one for name, one in answers.items()), np.zeros(()))
+    return sum((weights[name] * answered for name, answered in answers.items()), np.zeros(()))
 
 
 # --- the reader ----------------------------------------------------------------------------------------
@@ -399,7 +400,7 @@ class ForecastReader(Reader):
     def tensors(self) -> dict[str, Tensor]:
         """The scale and the last rows."""
         last = {"tail.values": self._values, "tail.times": self._times}
-        return {**self.scale.tensors(), **{name: torch.from_numpy(one.copy()) for name, one in last.items()}}
+        return {**self.scale.tensors(), **{name: torch.from_numpy(values.copy()) for name, values in last.items()}}
 
     def asked(self, table: Table, say: Say) -> Asked:
         """The rows that have enough before them, in the table or at the end of the training; a line counts others."""
@@ -444,8 +445,9 @@ class ForecastReader(Reader):
         stored = load_weights(folder / MODEL)
         names = self.members if name == BLEND else (name,)
         shares = dict(zip(names, stored[BLEND].numpy(), strict=True)) if name == BLEND else {name: np.ones(1)}
-        parts = {one: self._part(one, folder, stored) for one in names if one != RULE and shares[one].any()}
-        return Mixture(parts=parts, shares={one: shares[one] for one in parts})
+        used = [part for part in names if part != RULE and shares[part].any()]
+        parts = {part: self._part(part, folder, stored) for part in used}
+        return Mixture(parts=parts, shares={part: shares[part] for part in used})
 
     def _part(self, name: str, folder: Path, stored: Mapping[str, Tensor]) -> Any:
         if name == "ridge":
@@ -480,14 +482,6 @@ class ForecastReader(Reader):
         else:
             return None
         return found if np.isfinite(found).any() else None
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Mixture:
-    """Trained models, and the share of each in each target."""
-
-    parts: Mapping[str, Any]
-    shares: Mapping[str, Numbers]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

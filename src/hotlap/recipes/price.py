@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -22,6 +20,7 @@ from hotlap.core.job import Job
 from hotlap.data.sequences import Sequences
 from hotlap.recipes import checks
 from hotlap.recipes.answers import outputs_of
+from hotlap.recipes.boosted_trees import Mixture, missing_line, settings_of, train_trees
 from hotlap.recipes.encoders import Encoder, encoder_for, encoder_in
 from hotlap.recipes.kinds import Column, Kind
 from hotlap.recipes.options import below_one, option, outside, unknown_words
@@ -29,7 +28,6 @@ from hotlap.recipes.picture_files import OTHERS, SUFFIXES
 from hotlap.recipes.price_features import Features, listed
 from hotlap.recipes.price_models import (
     Blend,
-    Mixture,
     PriceNetwork,
     Scale,
     Smape,
@@ -195,36 +193,25 @@ class PriceRecipe(TextRecipe):
             OwnCandidate(name=TREES, train=self.train_trees, comes_first=True),
             OwnCandidate(name=BLEND, train=self.train_blend, is_quick=True),
         ]
-        if importlib.util.find_spec(self.options.trees) is None:
-            self.say(f"warning   left out: {self.options.trees} is not installed: pip install hotlap[trees]")
+        if (line := missing_line(self.options.trees)) is not None:
+            self.say(line)
             own = []
         self.held_matrix = prepared.held_out.matrix
         return replace(prepared, own=own)
 
     def train_trees(self, trainer: Trainer) -> Trained:
         """Boosted trees on the same features, as many rounds as are best for the held-out rows."""
-        options, out = self.options, trainer.folder / "models" / TREES
-        name: Literal["xgboost", "lightgbm"] = "xgboost" if options.trees == "xgboost" else "lightgbm"
-        params = dict(LIBRARIES[name])
-        if name == "xgboost" and options.device != "auto":
-            params["device"] = options.device
+        options, name = self.options, self.options.trees
         job = trees.TreeJob(
             self.matrix,
             self.scale.standardised(self.train.target),
             valid=(self.held_matrix, self.scale.standardised(self.held.target)),
-            library=name,
-            params=params,
             rounds=options.rounds,
             patience=TREE_PATIENCE,
-            seed=options.seed % 2**31,
+            **settings_of(options, name, LIBRARIES[name]),
         )
-        shutil.rmtree(out, ignore_errors=True)  # of an interrupted run
-        plan = "off" if options.plan == "off" else "auto"
-        run = trees.fit(
-            job, plan=plan, out=out, reuse=trainer.reuse, finish_in=trainer.limit, progress=trainer.progress
-        )
+        run = train_trees(job, trainer.folder / "models" / TREES, trainer, options, progress=trainer.progress)
         self.say(f"trees     {name}, {run.best['round']:,} rounds")
-        trainer.left_out.extend(f"{TREES}: {line}" for line in run.left_out)
         return Trained(
             weights={"shares": torch.ones(1)},
             answers=self.scale.prices(run.predict(self.held_matrix)),
@@ -236,7 +223,7 @@ class PriceRecipe(TextRecipe):
         """The shares of encoder and trees with the least SMAPE on the held-out rows."""
         began = time.perf_counter()
         before = {name: trainer.before[name] for name in (ENCODER, TREES) if name in trainer.before}
-        parts = {name: one.answers for name, one in before.items()}
+        parts = {name: trained.answers for name, trained in before.items()}
         shares, answers = best_shares(parts, self.held.target, self.scale)
         self.reader.members = tuple(parts)
         each = ", ".join(f"{name} {share:.2f}" for name, share in zip(parts, shares, strict=True))
@@ -255,8 +242,8 @@ class PriceRecipe(TextRecipe):
         for name in self.reader.features.words[:RULES]:
             words, theirs = (np.asarray(side.table[name].texts(), dtype=object) for side in (self.train, self.held))
             names, counts = np.unique(words, return_counts=True)
-            medians = {one: float(np.median(self.train.target[words == one])) for one in names[counts >= LEAST]}
-            rules[f"the median by {name}"] = np.array([medians.get(one, middle) for one in theirs])
+            medians = {word: float(np.median(self.train.target[words == word])) for word in names[counts >= LEAST]}
+            rules[f"the median by {name}"] = np.array([medians.get(word, middle) for word in theirs])
         return rules
 
     @classmethod

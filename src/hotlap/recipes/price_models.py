@@ -62,18 +62,10 @@ class Smape:
 
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
         """A value for each sample."""
-        answered, price = (self._scale.prices(one.double()) for one in (output, target))
+        answered, price = (self._scale.prices(values.double()) for values in (output, target))
         size = (answered.abs() + price.abs()) / 2
         found: Tensor = 100 * (answered - price).abs() / size.clamp(min=1e-12)
         return found
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Mixture:
-    """Trained models, and the share of each."""
-
-    parts: Mapping[str, Any]
-    shares: Mapping[str, float]
 
 
 class Blend(nn.Module):
@@ -89,7 +81,7 @@ class Blend(nn.Module):
     @staticmethod
     def weights_of(shares: Numbers, network: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The weights that a blend of these shares, and of a network with these weights, has."""
-        return {"shares": torch.from_numpy(shares), **{f"network.{name}": one for name, one in network.items()}}
+        return {"shares": torch.from_numpy(shares), **{f"network.{name}": tensor for name, tensor in network.items()}}
 
 
 class PriceNetwork(Pooled):
@@ -111,8 +103,8 @@ class PriceNetwork(Pooled):
 def best_shares(parts: Mapping[str, Numbers], target: Numbers, scale: Scale) -> tuple[Numbers, Numbers]:
     """The shares of one or two models whose mix has the least SMAPE, and the mix; a part alone is among those tried."""
     tried = [np.array([SHARES - at, at]) / SHARES for at in range(SHARES + 1)] if len(parts) > 1 else [np.ones(1)]
-    z = [scale.standardised(one) for one in parts.values()]
-    mixes = [scale.prices(sum(share * one for share, one in zip(shares, z, strict=True))) for shares in tried]
+    each = [scale.standardised(prices) for prices in parts.values()]
+    mixes = [scale.prices(sum(share * z for share, z in zip(shares, each, strict=True))) for shares in tried]
     best = int(np.argmin([number_report(target, mix)["smape"] for mix in mixes]))
     return tried[best], mixes[best]
 

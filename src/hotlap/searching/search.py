@@ -77,14 +77,14 @@ class Search:
                 "best": str(self.best.folder),
                 "importance": self.importance,
                 "left_out": list(self.left_out),
-                "trials": [vars(one) for one in self.trials],
+                "trials": [vars(trial) for trial in self.trials],
             }
         )
         return figures
 
     def summary(self) -> str:
         """The outcome, for people."""
-        states = [one.state for one in self.trials]
+        states = [trial.state for trial in self.trials]
         counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
         shares = ", ".join(f"{name} {100 * share:.0f} %" for name, share in self.importance.items())
         lines = [
@@ -239,7 +239,7 @@ class _Searching:
         best = self.trials.best()
         if best is None:
             tried = self.trials.tried()
-            why = next((one.why for one in tried if one.why), "there was no time for one")
+            why = next((trial.why for trial in tried if trial.why), "there was no time for one")
             raise TrainingError(f"none of {len(tried)} trials completed; the first: {why}")
         score = best.score
         assert score is not None
@@ -377,7 +377,7 @@ class _Searching:
 
     def has_time(self) -> bool:
         """Whether another trial may fit: one as short as the shortest complete one."""
-        took = [one.seconds for one in self.trials.tried() if one.state == "complete"]
+        took = [trial.seconds for trial in self.trials.tried() if trial.state == "complete"]
         if self.limit is None or not took:
             return self.limit is None or self.limit.left_s > self.closing_s or not len(self.trials)
         return self.limit.left_s - self.closing_s > min(took)
@@ -419,18 +419,18 @@ class _Searching:
     def draw(self, importance: dict[str, float]) -> None:
         """Draw the scores of the trials, and the importance of the values."""
         scores, best = [], []
-        for one in self.trials.tried():
-            if one.state == "complete" and one.score is not None:
-                scores.append((one.number, one.score))
+        for trial in self.trials.tried():
+            if trial.state == "complete" and trial.score is not None:
+                scores.append((trial.number, trial.score))
                 so_far = min((self.trials.sign * score for _, score in scores))
-                best.append((float(one.number), self.trials.sign * so_far))
+                best.append((float(trial.number), self.trials.sign * so_far))
         plots.search_history(scores, best, self.monitor, self.folder / HISTORY)
         if importance:
             plots.importance_bars(importance, self.folder / IMPORTANCE)
 
     def write(self, **outcome: Any) -> None:
         """Write `search.json`."""
-        trials = [vars(one) for one in self.trials.tried()]
+        trials = [vars(trial) for trial in self.trials.tried()]
         score = {"monitor": self.monitor, "higher_is_better": self.trials.sign < 0}
         facts = finite({**self.about, **score, "wanted": self.wanted, **outcome, "trials": trials})
         write_text(self.folder / FILE, json.dumps(facts, indent=1, default=str) + "\n")

@@ -73,7 +73,7 @@ def described(space: Space) -> dict[str, str]:
 def _part(value: Any) -> Choices | Range | str:
     """A part of a space, or what is wrong with it."""
     if isinstance(value, list):
-        texts = {repr(one) for one in value}
+        texts = {repr(choice) for choice in value}
         return Choices(tuple(value)) if len(texts) == len(value) > 0 else "needs choices that differ, at least one"
     if not isinstance(value, tuple) or len(value) not in (2, 3) or value[2:] not in ((), (LOG,)):
         return 'must be a list of choices, (low, high) or (low, high, "log")'
@@ -82,7 +82,7 @@ def _part(value: Any) -> Choices | Range | str:
 
 def _range(value: Sequence[Any]) -> Range | str:
     low, high, is_log = value[0], value[1], len(value) == 3
-    if not all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in (low, high)):
+    if not all(isinstance(end, (int, float)) and not isinstance(end, bool) for end in (low, high)):
         return "needs two numbers; write choices as a list"
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         return "needs two finite numbers, the smaller one first"

@@ -80,7 +80,7 @@ class Trials:
         """The trials that were interrupted, to go on with."""
         states = self._optuna.trial.TrialState
         found = self._study.get_trials(deepcopy=False, states=(states.RUNNING, states.WAITING))
-        return [self._optuna.trial.Trial(self._study, one._trial_id) for one in found]
+        return [self._optuna.trial.Trial(self._study, frozen._trial_id) for frozen in found]
 
     def ask(self) -> Any:
         """A new trial."""
@@ -122,12 +122,12 @@ class Trials:
 
     def tried(self) -> list[Tried]:
         """All trials, in their order."""
-        return [self._tried(one) for one in self._study.get_trials(deepcopy=False)]
+        return [self._tried(frozen) for frozen in self._study.get_trials(deepcopy=False)]
 
     def best(self) -> Tried | None:
         """The complete trial with the best score; None where there is none."""
-        complete = [one for one in self.tried() if one.state == "complete" and one.score is not None]
-        return min(complete, key=lambda one: self.sign * (one.score or 0.0), default=None)
+        complete = [tried for tried in self.tried() if tried.state == "complete" and tried.score is not None]
+        return min(complete, key=lambda tried: self.sign * (tried.score or 0.0), default=None)
 
     def again(self, number: int) -> Any:
         """A finished trial that gives its values once more."""
@@ -135,7 +135,7 @@ class Trials:
 
     def importance(self) -> dict[str, float]:
         """How much of the differences in score each value explains; empty where too few trials say."""
-        if sum(one.state == "complete" for one in self.tried()) < LEAST_WEIGHED:
+        if sum(tried.state == "complete" for tried in self.tried()) < LEAST_WEIGHED:
             return {}
         from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 
@@ -146,16 +146,16 @@ class Trials:
                 return {}
         return {name: float(share) for name, share in found.items() if math.isfinite(share)}
 
-    def _tried(self, one: Any) -> Tried:
+    def _tried(self, frozen: Any) -> Tried:
         names = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed"}
-        last = one.value if one.value is not None else one.intermediate_values.get(one.last_step)
+        last = frozen.value if frozen.value is not None else frozen.intermediate_values.get(frozen.last_step)
         return Tried(
-            number=one.number + 1,
-            values=dict(one.params),
-            state=names.get(one.state.name, "running"),
+            number=frozen.number + 1,
+            values=dict(frozen.params),
+            state=names.get(frozen.state.name, "running"),
             score=None if last is None else self.sign * last,
-            seconds=float(one.user_attrs.get(SECONDS, 0.0)),
-            why=str(one.user_attrs.get(WHY, "")),
+            seconds=float(frozen.user_attrs.get(SECONDS, 0.0)),
+            why=str(frozen.user_attrs.get(WHY, "")),
         )
 
 

@@ -444,6 +444,9 @@ def stored_model(cache: Cache, key: str) -> tuple[dict[str, Tensor], Any] | None
 def store_model(cache: Cache, key: str, tensors: Mapping[str, Tensor], values: Any, facts: Mapping[str, Any]) -> None:
     """Store a trained model: its weights for plain PyTorch, and figures such as history and best.
 
-    Raises StoreError if the cache cannot store it.
+    If the cache cannot store it, the log says so and nothing stops.
     """
-    cache.put(KIND, key, tensors=tensors, values=values, facts=facts)
+    try:
+        cache.put(KIND, key, tensors=tensors, values=values, facts=facts)
+    except StoreError as error:
+        log.warning("the trained model is not kept in the cache: %s", error)

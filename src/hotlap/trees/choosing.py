@@ -22,7 +22,7 @@ from hotlap.machine.limits import read_memory
 from hotlap.trees import parameters
 from hotlap.trees.growing import Crew, Grown, Growth, Watch
 from hotlap.trees.job import TreeJob, TreePlan
-from hotlap.trees.libraries import Held, can_join
+from hotlap.trees.libraries import Held, answers_on_cpu, can_join
 from hotlap.tuner.stats import Comparison, Estimate
 
 LAP_S = 0.05
@@ -127,7 +127,7 @@ class Choice:
             crew.close()
             for slot in self.slots:
                 slot.release()
-        return sorted((one for one in self.grown if one.content), key=lambda one: one.targets.start)
+        return sorted((booster for booster in self.grown if booster.content), key=lambda booster: booster.targets.start)
 
     # --- boosters --------------------------------------------------------------------------------------
 
@@ -189,68 +189,66 @@ class Choice:
         """Compare a rival with the plan; the verdict."""
         if self._watch.is_over:
             return "not tried"
-        if rival.changes.get("at_once", 1) > len(self.slots):
-            self._write(rival.what, "not tried", self._no_room)
-            return "not tried"
-        lap_s = self.step_s * len(self.growths)
-        affordable = BUDGET * self._left_s() / lap_s / (2 * LIKELY_QUADS) if lap_s > 0 else 1
+        lap_s, left_s = self.step_s * len(self.growths), self._left_s()
+        affordable = BUDGET * left_s / lap_s / (2 * LIKELY_QUADS) if lap_s > 0 else 1
         rounds = max(1, min(math.ceil(LAP_S / lap_s), int(affordable))) if lap_s > 0 else 1
-        if self._left_s() < LEAST_LAPS * rounds * lap_s:
-            self._write(rival.what, "not tried", f"only {show_seconds(self._left_s())} of training are left")
-            return "not tried"
-        lost_s = LEAST_LOST * rounds * self.step_s * (self.job.targets if rival is JOINT else len(self.growths))
-        if (self.job.library != "xgboost" or rival in (JOINT, GPU)) and lost_s > BUDGET * self._left_s():
-            why = f"it costs {show_seconds(lost_s)} or more, of {show_seconds(self._left_s())} that are left"
+        if why := self._why_not(rival, rounds * self.step_s, left_s):
             self._write(rival.what, "not tried", why)
             return "not tried"
+        contest = None
         try:
             contest = Contest(self, replace(self.plan, **rival.changes), self._watch, rounds)
-        except HotlapError as error:
-            return self._failed(rival, error)
-        try:
             contest.run(self._renew, self._left_s)
             self._cost_s += contest.lost_s
             return self._settle(rival, contest)
         except HotlapError as error:
-            return self._failed(rival, error)
+            if rival is not GPU:
+                raise
+            self._write(rival.what, "rejected", str(error))
+            return "rejected"
         finally:
-            contest.close()
+            if contest is not None:
+                contest.close()
 
-    def _failed(self, rival: Rival, error: HotlapError) -> str:
-        """Go on without a GPU that fails; any other error ends the training."""
-        if rival is not GPU:
-            raise error
-        self._write(rival.what, "rejected", str(error))
-        return "rejected"
+    def _why_not(self, rival: Rival, rounds_s: float, left_s: float) -> str:
+        """Why a rival is not tried, where the rounds of a lap take so many seconds a target; empty where it is."""
+        lap_s = rounds_s * len(self.growths)
+        if rival.changes.get("at_once", 1) > len(self.slots):
+            return self._no_room
+        if left_s < LEAST_LAPS * lap_s:
+            return f"only {show_seconds(left_s)} of training are left"
+        lost_s = LEAST_LOST * (rounds_s * self.job.targets if rival is JOINT else lap_s)
+        if (self.job.library != "xgboost" or rival in (JOINT, GPU)) and lost_s > BUDGET * left_s:
+            return f"it costs {show_seconds(lost_s)} or more, of {show_seconds(left_s)} that are left"
+        return ""
 
     def _settle(self, rival: Rival, contest: Contest) -> str:
         """Write down what a comparison came to; go on with the faster plan."""
-        comparison = contest.comparison
         try:
-            seen = comparison.estimate
+            seen = contest.comparison.estimate
         except ValueError:
             self._write(rival.what, "undecided", "the training ended before its laps had shown a difference")
             return "undecided"
-        figures = {"ratio": seen.ratio, "low": seen.low, "high": seen.high, "noise": seen.noise}
-        figures["step_s"] = contest.step_s(1)
-        verdict, cost_s = comparison.verdict or "undecided", contest.lost_s
+        verdict, outcome = contest.comparison.verdict or "undecided", "rejected"
         if verdict == "undecided":
             outcome, why = ("rejected", "slower") if seen.ratio < 1 else ("undecided", "no difference seen")
-            self._write(rival.what, outcome, f"{why} before all that may be spent was", figures, cost_s)
+            why = f"{why} before all that may be spent was"
         elif verdict != "accepted":
-            self._write(rival.what, "rejected", verdict, figures, cost_s)
+            why = verdict
         elif rival is GPU and (differ := contest.differ()) > LIKE:
             why = f"other trees than on the CPU: answers differ by {differ:.1%} of their spread"
-            self._write(rival.what, "rejected", why, figures, cost_s)
         elif contest.needs_s() > self._left_s():
             why = f"takes {show_seconds(contest.needs_s())} for the rest, and the plan {show_seconds(self._left_s())}"
-            self._write(rival.what, "rejected", why, figures, cost_s)
         else:
+            outcome, why = "kept", "same trees"
+        figures = {"ratio": seen.ratio, "low": seen.low, "high": seen.high, "noise": seen.noise}
+        figures["step_s"], cost_s = contest.step_s(1), contest.lost_s
+        if outcome == "kept":
             self.plan, self.step_s = contest.plan, contest.step_s(1)
             self._kept.append(seen)
             self.growths = contest.take_over()
             self.ran = self.growths[0].booster.ran()
-            self._write(rival.what, "kept", "same trees", figures, cost_s)
+        self._write(rival.what, outcome, why, figures, cost_s)
         return verdict
 
     def _write_total(self) -> None:
@@ -340,7 +338,7 @@ class Contest:
         """How far apart the answers of A and B are after as many rounds, as a part of their spread."""
         a, b = self._choice.growths[0], self._b[0]
         rounds, x = min(a.rounds, b.rounds), self._choice.job.x[:ROWS_COMPARED]
-        ours, theirs = (growth.booster.answers(rounds, x).astype(np.float64) for growth in (a, b))
+        ours, theirs = (answers_on_cpu(growth.booster.dump(rounds), x) for growth in (a, b))
         return float(np.sqrt(np.mean((ours - theirs) ** 2)) / max(ours.std(), np.finfo(np.float32).tiny))
 
     def take_over(self) -> list[Growth]:

@@ -108,6 +108,8 @@ class TreeData:
 
 def features(value: Any, name: str, wrong: list[str]) -> Array | None:
     """Features as a 2-D array of floats; None, with the reason in `wrong`, for anything else."""
+    if isinstance(value, TreeData):
+        return value.x
     try:
         array = np.asarray(value)
         if array.dtype != np.float32:

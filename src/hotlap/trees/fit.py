@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import html
 import math
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,14 @@ from hotlap.core.console import Console, open_console
 from hotlap.core.errors import JobError, PlanError, StoreError, library, shown
 from hotlap.core.ledger import Entry, Ledger
 from hotlap.core.plan import Plan
-from hotlap.core.table import as_json, table
-from hotlap.core.terminal import clean, logger
-from hotlap.core.units import show_bytes, show_seconds
+from hotlap.core.units import show_seconds
 from hotlap.fitting.deadline import TimeLimit
 from hotlap.fitting.record import start_record
+from hotlap.fitting.run import FinishedRun
 from hotlap.guard.signals import StopRequest
 from hotlap.store.cache import Cache, store_model, stored_model
 from hotlap.store.keys import key_of
-from hotlap.store.run_folder import Artefact, RunFolder, RunLock, finite
+from hotlap.store.run_folder import RunFolder, RunLock
 from hotlap.trees.choosing import Choice
 from hotlap.trees.data import Array
 from hotlap.trees.growing import Grown, Watch
@@ -35,7 +33,6 @@ from hotlap.trees.job import TreeJob, TreePlan
 from hotlap.trees.libraries import can_join, check_obeyed, hold
 from hotlap.trees.model import (
     BOOSTERS,
-    BoosterFile,
     ModelRecord,
     TreeModel,
     read_record,
@@ -45,87 +42,39 @@ from hotlap.trees.model import (
 )
 from hotlap.trees.parameters import EXTRA, NEEDS, device_of
 
-log = logger(__name__)
-
 AUTO, OFF = "auto", "off"
 CLOSING, CLOSING_S, BOOSTER_S = 0.03, 0.2, 0.005
 """What the end of a training takes of its time at most: a part of it, seconds, and seconds for each target."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TreeRun:
-    """A finished training of trees."""
+class TreeRun(FinishedRun):
+    """A finished training of trees.
+
+    Where there is `valid`, `history` has the score of each round, averaged over targets. `best` has the rounds that the
+    model keeps (a list for several targets) and its score.
+    """
 
     model: TreeModel
     """The trained model; under `patience` each target has its trees up to its best round."""
     plan: TreePlan
     """The plan at the end."""
-    ledger: Ledger
-    history: list[dict[str, Any]]
-    """One record a round where there is `valid`: round, and the score averaged over targets."""
-    best: dict[str, Any]
-    """Rounds that the model keeps (a list for several targets), and its score on `valid`."""
-    train_s: float
-    """Seconds of quantising and training."""
-    total_s: float
-    """Seconds from start to end, all included."""
-    stopped: str
-    """Why it ended."""
-    left_out: tuple[str, ...] = ()
-    """What `finish_in` left no time for."""
-    files: RunFolder
-
-    @property
-    def folder(self) -> Path:
-        """The run's folder."""
-        return self.files.path
 
     def predict(self, x: Any) -> Array:
         """The answers of the model."""
         return self.model.predict(x)
 
-    def artefacts(self) -> list[Artefact]:
-        """The files it left, with sizes."""
-        return self.files.artefacts()
+    def _counts(self) -> dict[str, Any]:
+        return {"plan": asdict(self.plan)}
 
-    def to_dict(self) -> dict[str, Any]:
-        """The figures as JSON holds them."""
-        figures: dict[str, Any] = finite(
-            {
-                "run": str(self.folder),
-                "stopped": self.stopped,
-                "left_out": list(self.left_out),
-                "train_s": self.train_s,
-                "total_s": self.total_s,
-                "best": self.best,
-                "plan": asdict(self.plan),
-                "tuning": as_json(self.ledger),
-                "artefacts": [vars(artefact) for artefact in self.artefacts()],
-            }
-        )
-        return figures
+    def _trained(self) -> list[str]:
+        record = self.model.record
+        rounds = sum(file.rounds * file.targets for file in record.boosters)
+        what = f"{targets_of(record.targets)} with {record.library}, {rounds:,} rounds kept"
+        return [f"plan      {self.plan}", f"trained   {what}, in {show_seconds(self.train_s)}"]
 
-    def summary(self) -> str:
-        """What was done and how it scored, for people."""
-        record, tuning = self.model.record, table(self.ledger)
-        trees = sum(file.rounds * file.targets for file in record.boosters)
-        score = [f"{name} {value:.4g}" for name, value in self.best.items() if name != "round"]
-        lines = [
-            *([*tuning, ""] if tuning else []),
-            f"plan      {self.plan}",
-            f"trained   {record.targets:,} target{'s' if record.targets > 1 else ''} with {record.library}, "
-            f"{trees:,} rounds kept, in {show_seconds(self.train_s)}",
-            f"ended     {self.stopped}, {show_seconds(self.total_s)} in all",
-            *([f"score     {' · '.join(score)}"] if score else []),
-            *(f"left out  {line}" for line in self.left_out),
-            f"run       {self.folder}",
-        ]
-        lines += [f"          {show_bytes(a.bytes):>9}  {a.name:<18} {a.what}" for a in self.artefacts()]
-        return "\n".join(map(clean, lines))
-
-    def _repr_html_(self) -> str:
-        """The summary, as a notebook shows it."""
-        return f"<pre>{html.escape(self.summary())}</pre>"
+    def _score(self) -> str:
+        return " · ".join(f"{name} {value:.4g}" for name, value in self.best.items() if name != "round")
 
 
 def fit(
@@ -219,9 +168,8 @@ class Training:
         self, job: TreeJob, folder: RunFolder, plan: TreePlan, console: Console, start_s: float,
         limit: TimeLimit | None,
     ) -> None:  # fmt: skip
-        self._limit = limit
         self._job, self._folder, self._plan, self._console = job, folder, plan, console
-        self._start_s, self._ledger = start_s, Ledger()
+        self._start_s, self._limit, self._ledger = start_s, limit, Ledger()
         self._lock, self._shown_s = threading.Lock(), -math.inf
 
     def begin(self) -> None:
@@ -231,16 +179,12 @@ class Training:
         folder.write_environment({**machine.environment(), "job": settings_of(job)})
         folder.write_ledger(self._ledger)
         folder.write_plan(Plan())
-        rows, columns = job.x.shape
-        lib = library(job.library, NEEDS, EXTRA)
-        for line in (
-            f"hotlap {__version__}, {job.library} {lib.__version__}",
-            f"data   {rows:,} rows × {columns:,} columns, {job.targets:,} target{'s' if job.targets > 1 else ''}, "
-            f"{job.rounds:,} rounds",
-            f"plan   {self._plan}",
-            f"run    {folder.path}",
-        ):
-            self._console.say(line)
+        (rows, columns), version = job.x.shape, library(job.library, NEEDS, EXTRA).__version__
+        say = self._console.say
+        say(f"hotlap {__version__}, {job.library} {version}")
+        say(f"data   {rows:,} rows × {columns:,} columns, {targets_of(job.targets)}, {job.rounds:,} rounds")
+        say(f"plan   {self._plan}")
+        say(f"run    {folder.path}")
 
     def train(self, *, tune: bool, gpu: bool) -> TreeRun:
         """Train to the end, or to a signal."""
@@ -256,76 +200,73 @@ class Training:
             check_obeyed(job, choice.plan, choice.ran)
             grown = choice.finish()
             train_s = time.perf_counter() - began_s
-            record = self._write(grown, choice.ran)
-        if record is None or stop.signal is not None:
-            self._console.say(_stop_line(record, job, self._folder.path))
+            record = record_of(job, self._plan, grown, choice.ran)
+            contents = [booster.content for booster in grown]
+            is_model = sum(file.targets for file in record.boosters) == job.targets
+            self._write(record, contents, is_model=is_model)
+        if not is_model or stop.signal is not None:
+            self._console.say(_stop_line(self._folder.path, is_model=is_model))
             stop.obey()
-        assert record is not None
-        model = TreeModel(record, [one.content for one in grown], trusted=True)
-        run = self._ended(model, grown_history(grown), train_s, self._why_ended(grown))
-        return replace(run, left_out=_left_out(grown, job))
+        model = TreeModel(record, contents, trusted=True)
+        return self._ended(model, grown_history(grown), train_s, self._why_ended(grown), _left_out(grown, job))
 
     def from_cache(self, record: ModelRecord, contents: list[bytes], values: dict[str, Any]) -> TreeRun:
         """The run of a model that was trained before."""
-        for file, content in zip(record.boosters, contents, strict=True):
-            self._write_booster(file.name, content)
-        write_record(self._folder.path, record)
         self._plan = TreePlan.from_dict(record.plan)
         self._ledger.record(Entry(step=0, what="cache", outcome="chosen", plan=Plan(), why="trained before"))
+        self._write(record, contents, is_model=True)
         self._console.say(f"cache  trained before in {show_seconds(values['train_s'])}; loaded")
-        return self._ended(
-            TreeModel(record, contents, trusted=True), values["history"], values["train_s"], "loaded from the cache"
-        )
+        model = TreeModel(record, contents, trusted=True)
+        return self._ended(model, values["history"], values["train_s"], "loaded from the cache")
 
-    def _ended(self, model: TreeModel, history: list[dict[str, Any]], train_s: float, stopped: str) -> TreeRun:
+    def _ended(
+        self, model: TreeModel, history: list[dict[str, Any]], train_s: float, stopped: str,
+        left_out: tuple[str, ...] = (),
+    ) -> TreeRun:  # fmt: skip
         rounds = [file.rounds for file in model.record.boosters]
-        best: dict[str, Any] = {"round": rounds[0] if len(rounds) == 1 else rounds}
-        if history:
-            best |= {name: value for name, value in history[-1].items() if name != "round"}
+        score = {name: value for name, value in history[-1].items() if name != "round"} if history else {}
         self._folder.write_metrics(history)
-        self._folder.write_ledger(self._ledger)
         self._folder.write_artefacts()
         return TreeRun(
             model=model,
             plan=self._plan,
             ledger=self._ledger,
             history=history,
-            best=best,
+            best={"round": rounds[0] if len(rounds) == 1 else rounds, **score},
             train_s=train_s,
             total_s=time.perf_counter() - self._start_s,
             stopped=stopped,
+            left_out=left_out,
             files=self._folder,
         )
 
-    def _write(self, grown: list[Grown], ran: dict[str, str]) -> ModelRecord | None:
-        """Write the boosters, and `trees.json` if they are a model."""
-        record = record_of(self._job, self._plan, grown, ran)
-        for file, one in zip(record.boosters, grown, strict=True):
-            self._write_booster(file.name, one.content)
-        self._folder.write_ledger(self._ledger)
-        if sum(file.targets for file in record.boosters) < self._job.targets:
-            return None
-        write_record(self._folder.path, record)
-        return record
+    def _write(self, record: ModelRecord, contents: list[bytes], *, is_model: bool) -> None:
+        """Write boosters and ledger, then `trees.json` if they are a model.
 
-    def _write_booster(self, name: str, content: bytes) -> None:
-        """Write a booster. Hundreds of them are not synced one by one: `trees.json` comes last and has their hashes."""
+        Hundreds of boosters are not synced one by one: `trees.json` comes last and has their hashes.
+        """
+        folder = self._folder.path / BOOSTERS
         try:
-            (self._folder.path / BOOSTERS).mkdir(exist_ok=True)
-            (self._folder.path / BOOSTERS / name).write_bytes(content)
+            folder.mkdir(exist_ok=True)
+            for file, content in zip(record.boosters, contents, strict=True):
+                (folder / file.name).write_bytes(content)
         except OSError as error:
-            raise StoreError(f"cannot write {self._folder.path / BOOSTERS}: {error.strerror or error}") from error
+            raise StoreError(f"cannot write {folder}: {error.strerror or error}") from error
+        self._folder.write_ledger(self._ledger)
+        if is_model:
+            write_record(self._folder.path, record)
 
     def _until_s(self) -> float:
         """When the last round has to be over: the files come after it."""
         if self._limit is None:
             return math.inf
-        return self._limit.until_s - CLOSING * self._limit.all_s - CLOSING_S - BOOSTER_S * self._job.targets
+        closing_s = min(CLOSING * self._limit.all_s, CLOSING_S + BOOSTER_S * self._job.targets)
+        return self._limit.until_s - closing_s
 
     def _why_ended(self, grown: list[Grown]) -> str:
-        if any(not one.whole for one in grown):
+        if any(not booster.whole for booster in grown):
             return f"finish_in={self._limit} left no more time"
-        early = sum(one.rounds < self._job.rounds for one in grown)
+        early = sum(booster.rounds < self._job.rounds for booster in grown)
         if not early:
             return "all rounds"
         return "early, by patience" if len(grown) == 1 else f"{early:,} of {len(grown):,} targets early, by patience"
@@ -341,33 +282,34 @@ class Training:
             self._console.show(min(rounds, total), total, lambda width: f"{min(rounds, total):,} of {total:,} rounds")
 
 
+def targets_of(count: int) -> str:
+    """How many targets there are, in words."""
+    return f"{count:,} target{'s' if count > 1 else ''}"
+
+
 def grown_history(grown: list[Grown]) -> list[dict[str, Any]]:
     """A record a round: the score averaged over targets. A target that has ended counts with its best round."""
-    if not all(one.scores for one in grown):
+    if not all(booster.scores for booster in grown):
         return []
-    name, length = f"valid_{grown[0].scores[0].metric}", max(one.rounds for one in grown)
+    name, length = f"valid_{grown[0].scores[0].metric}", max(booster.rounds for booster in grown)
     curves = np.empty((len(grown), length))
-    for number, one in enumerate(grown):
-        values = [score.value for score in one.scores]
-        curves[number, : len(values)] = values
-        curves[number, len(values) :] = values[one.best_round - 1]
-    means = curves.mean(0).tolist()
-    return [{"round": number, name: mean} for number, mean in enumerate(means, 1)]
+    for curve, booster in zip(curves, grown, strict=True):
+        values = [score.value for score in booster.scores]
+        curve[: len(values)] = values
+        curve[len(values) :] = values[booster.best_round - 1]
+    return [{"round": number, name: mean} for number, mean in enumerate(curves.mean(0).tolist(), 1)]
 
 
 def _left_out(grown: list[Grown], job: TreeJob) -> tuple[str, ...]:
-    cut = [one.rounds for one in grown if not one.whole]
-    if not cut:
-        return ()
-    return (
-        f"{len(cut):,} of {len(grown):,} boosters stopped after {min(cut):,} to {max(cut):,} of {job.rounds:,} rounds",
-    )
+    cut = [booster.rounds for booster in grown if not booster.whole]
+    least_to_most = f"{min(cut, default=0):,} to {max(cut, default=0):,} of {job.rounds:,} rounds"
+    return (f"{len(cut):,} of {len(grown):,} boosters stopped after {least_to_most}",) if cut else ()
 
 
-def _stop_line(record: ModelRecord | None, job: TreeJob, folder: Path) -> str:
-    if record is None:
-        return f"stopped by a signal; {folder / BOOSTERS} has the boosters that were trained, not one for each target"
-    return f"stopped by a signal; {folder} has the model as far as it was trained"
+def _stop_line(folder: Path, *, is_model: bool) -> str:
+    if is_model:
+        return f"stopped by a signal; {folder} has the model as far as it was trained"
+    return f"stopped by a signal; {folder / BOOSTERS} has the boosters that were trained, not one for each target"
 
 
 class _Cached:
@@ -387,20 +329,13 @@ class _Cached:
         if found is None:
             return None
         tensors, values = found
-        raw = values["record"]
-        record = ModelRecord(**{**raw, "boosters": [BoosterFile(**file) for file in raw["boosters"]]})
+        record = ModelRecord.from_dict(values["record"])
         return record, [tensors[file.name].numpy().tobytes() for file in record.boosters], values
 
     def store(self, run: TreeRun) -> None:
-        """Keep a trained model; if the cache cannot take it, the log says so and nothing stops."""
-        record = run.model.record
-        folder = run.folder / BOOSTERS
-        tensors = {
-            file.name: torch.frombuffer(bytearray((folder / file.name).read_bytes()), dtype=torch.uint8)
-            for file in record.boosters
-        }
+        """Keep a trained model."""
+        record, folder = run.model.record, run.folder / BOOSTERS
+        contents = {file.name: bytearray((folder / file.name).read_bytes()) for file in record.boosters}
+        tensors = {name: torch.frombuffer(content, dtype=torch.uint8) for name, content in contents.items()}
         values = {"record": asdict(record), "history": run.history, "train_s": run.train_s}
-        try:
-            store_model(self._cache, self._key, tensors, values, {"model": record.library})
-        except StoreError as error:
-            log.warning("the trained model is not kept in the cache: %s", error)
+        store_model(self._cache, self._key, tensors, values, {"model": record.library})

@@ -182,7 +182,7 @@ class Crew:
     def _map(self, work: Callable[..., int | None], items: Sequence[object]) -> list[int]:
         if self._pool is None:
             return [work(item) or 0 for item in items]
-        return [_awaited(one) or 0 for one in [self._pool.submit(work, item) for item in items]]
+        return [_awaited(started) or 0 for started in [self._pool.submit(work, item) for item in items]]
 
 
 def _awaited(work: Future[T]) -> T:

@@ -114,7 +114,7 @@ class TreeJob:
         if isinstance(self.x, TreeData):
             put(self, "shared", self.x)
             wrong += self._shared_problems(self.x)
-        x, y = self._features(self.x, "x", wrong), _targets(self.y, "y", self.task, wrong)
+        x, y = features(self.x, "x", wrong), _targets(self.y, "y", self.task, wrong)
         put(self, "_flat", y is None or y.ndim == 1)
         classes: list[tuple[Any, ...]] = []
         if y is not None:
@@ -125,13 +125,11 @@ class TreeJob:
             wrong.append(f"x has {len(x)} rows; training needs at least {LEAST_ROWS}")
         valid = None if self.valid is None else self._take_valid(x, y, classes, wrong)
         weight = None if self.weight is None else _weights(self.weight, x, wrong)
-        for name, value in {"x": x, "y": y, "valid": valid, "weight": weight, "classes": tuple(classes)}.items():
+        params = dict(self.params) if isinstance(self.params, Mapping) else {}
+        checked = {"x": x, "y": y, "valid": valid, "weight": weight, "classes": tuple(classes), "params": params}
+        for name, value in checked.items():
             put(self, name, value)
-        put(self, "params", dict(self.params) if isinstance(self.params, Mapping) else {})
         return wrong
-
-    def _features(self, value: Any, name: str, wrong: list[str]) -> Array | None:
-        return value.x if isinstance(value, TreeData) else features(value, name, wrong)
 
     def _shared_problems(self, data: TreeData) -> list[str]:
         if data.library != self.library:
@@ -146,7 +144,7 @@ class TreeJob:
             object.__setattr__(self, "shared_valid", self.valid[0])
             if self.shared is None or self.valid[0].whole is not self.shared.whole:
                 wrong.append("valid is of another TreeData than x: take both with rows(…) of one")
-        vx = self._features(self.valid[0], "valid x", wrong)
+        vx = features(self.valid[0], "valid x", wrong)
         vy = _targets(self.valid[1], "valid y", self.task, wrong)
         if vx is not None and x is not None and vx.shape[1] != x.shape[1]:
             wrong.append(f"valid x has {vx.shape[1]} columns and x has {x.shape[1]}")

@@ -6,10 +6,11 @@ Features are quantised once for each dataset. Targets share them: a target is a 
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -45,39 +46,79 @@ class Score:
     """Whether more is better."""
 
 
-class Held(Protocol):
+class Held(ABC):
     """Quantised data in memory. One booster at a time trains on it."""
+
+    def __init__(self, job: TreeJob, plan: TreePlan, like: Any = None) -> None:
+        """`like` is of the same job: its bins are taken, not found anew."""
+        self.library = library(job.library, NEEDS, EXTRA)
+        self.job, self.plan, self.threads = job, plan, plan.threads * plan.at_once
+        shared, shared_valid = job.shared, job.shared_valid
+        self.settings = {**parameters.without_device(job.params), **(shared.params if shared else {})}
+        if shared is None:
+            self.train = self._quantised(job.x, job.y, job.weight, like and like.train, None)
+        else:
+            self.train = shared.lend(self.threads, weighted=job.weight is not None)
+            if job.weight is not None:
+                self.train.set_weight(job.weight)
+        self.valid: Any = None
+        """To judge rounds by, in the bins of `train`; None where there is none."""
+        if shared_valid is not None:
+            self.valid = shared_valid.lend(self.threads, weighted=False)
+        elif job.valid is not None:
+            x, y = job.valid
+            self.valid = self._quantised(x, y, None, like and like.valid, self.train)
 
     def copy(self) -> Held:
         """The same quantised data for another booster beside this one."""
+        with library_errors(self.job.library):
+            return type(self)(self.job, self.plan, self)
 
     def begin(self, targets: range, plan: TreePlan) -> Booster:
-        """A new booster for these targets."""
+        """A new booster; the data gets the labels of its targets."""
+        with library_errors(self.job.library):
+            self.train.set_label(_columns(self.job.y, targets))
+            if self.valid is not None:
+                self.valid.set_label(_columns(self.job.valid[1], targets))
+            return self._booster(targets, plan)
 
     def release(self) -> None:
-        """Give back what is shared, once no booster trains on it."""
+        """Give back what is shared, once no booster trains on it; rows with weights are of no use to others."""
+        if self.job.shared is not None and self.job.weight is None:
+            self.job.shared.give_back(self.train)
+        if self.job.shared_valid is not None:
+            self.job.shared_valid.give_back(self.valid)
+
+    @abstractmethod
+    def _quantised(self, x: Array, y: Array, weight: Array | None, like: Any, bins: Any) -> Any:
+        """Features in the library's form: a copy of `like`, or in the bins of other data, or in bins of their own."""
+
+    @abstractmethod
+    def _booster(self, targets: range, plan: TreePlan) -> Booster:
+        """A booster on this data."""
 
 
-class Booster(Protocol):
+class Booster(ABC):
     """A booster in training."""
 
+    @abstractmethod
     def grow(self) -> Score | None:
         """One round, and its score where there is data to judge it by."""
 
-    def enter(self) -> None:
+    @abstractmethod
+    def dump(self, rounds: int) -> bytes:
+        """The first rounds in the library's own format."""
+
+    @abstractmethod
+    def ran(self) -> dict[str, str]:
+        """The parameters that the library reports."""
+
+    def enter(self) -> None:  # noqa: B027 - each booster of XGBoost has its own threads
         """Get ready for rounds in this thread, after boosters of other plans have had their turn."""
 
     def use(self, plan: TreePlan) -> bool:
         """Go on with the threads of another plan; False where only a new booster can."""
-
-    def dump(self, rounds: int) -> bytes:
-        """The first rounds in the library's own format."""
-
-    def answers(self, rounds: int, x: Array) -> Array:
-        """What the first rounds answer on the CPU."""
-
-    def ran(self) -> dict[str, str]:
-        """The parameters that the library reports."""
+        return False
 
 
 @contextmanager
@@ -121,89 +162,49 @@ def check_obeyed(job: TreeJob, plan: TreePlan, ran: dict[str, str]) -> None:
         raise TrainingError("; ".join(wrong))
 
 
-def _objective(job: TreeJob, target: int, *, binary: str, many: str, number: str) -> dict[str, Any]:
+_OBJECTIVES = {
+    "xgboost": ("reg:squarederror", "binary:logistic", "multi:softprob"),
+    "lightgbm": ("regression", "binary", "multiclass"),
+}
+"""Of numbers, of two classes, and of more."""
+
+
+def _objective(job: TreeJob, target: int) -> dict[str, Any]:
+    number, binary, many = _OBJECTIVES[job.library]
     if job.task == "regression":
         return {"objective": number}
     classes = len(job.classes[target])
     return {"objective": binary} if classes == 2 else {"objective": many, "num_class": classes}
 
 
-class _Lent:
-    """What a job's TreeData lend it."""
-
-    def __init__(self, job: TreeJob, plan: TreePlan) -> None:
-        self._job, threads = job, plan.threads * plan.at_once
-        self.params = job.shared.params if job.shared else {}
-        self.train = job.shared.lend(threads, weighted=job.weight is not None) if job.shared else None
-        self.valid = job.shared_valid.lend(threads, weighted=False) if job.shared_valid else None
-
-    def give_back(self) -> None:
-        """Keep the rows for the next job, unless they have weights."""
-        if self._job.shared is not None and self._job.weight is None:
-            self._job.shared.give_back(self.train)
-        if self._job.shared_valid is not None:
-            self._job.shared_valid.give_back(self.valid)
-
-
 # --- XGBoost -------------------------------------------------------------------------------------------
 
 
-class XgboostData:
-    """A QuantileDMatrix, and another one by the same cuts to judge rounds by."""
+class XgboostData(Held):
+    """A QuantileDMatrix, and another one by the same cuts to judge rounds by.
 
-    def __init__(self, job: TreeJob, plan: TreePlan, like: XgboostData | None = None) -> None:
-        self.xgb = library("xgboost", NEEDS, EXTRA)
-        self.job, self._plan, self._lent = job, plan, _Lent(job, plan)
-        self.settings = {**parameters.without_device(job.params), **self._lent.params}
-        self.train: Any = self._lent.train
-        if self.train is None:
-            self.train = self._matrix(job.x, job.weight, like.train if like else None)
-        elif job.weight is not None:
-            self.train.set_weight(job.weight)
-        self.valid: Any = self._lent.valid
-        if self.valid is None and job.valid is not None:
-            self.valid = self._matrix(job.valid[0], None, self.train)
+    A copy has the same cuts; the rows are put into them anew, which takes a third of finding the cuts.
+    """
 
-    def copy(self) -> XgboostData:
-        """The same cuts; the rows are put into them anew, which takes a third of finding the cuts."""
-        with library_errors("xgboost"):
-            return XgboostData(self.job, self._plan, like=self)
-
-    def release(self) -> None:
-        """Give back what is shared."""
-        self._lent.give_back()
-
-    def begin(self, targets: range, plan: TreePlan) -> XgboostBooster:
-        """A new booster; the data gets the labels of its targets."""
-        with library_errors("xgboost"):
-            for matrix, y in ((self.train, self.job.y), (self.valid, self.job.valid and self.job.valid[1])):
-                if matrix is not None:
-                    matrix.set_label(_columns(y, targets))
-            return XgboostBooster(self, targets, plan)
-
-    def _matrix(self, x: Array, weight: Array | None, ref: Any) -> Any:
-        settings: dict[str, Any] = {"weight": weight, "nthread": self._plan.threads * self._plan.at_once}
+    def _quantised(self, x: Array, y: Array, weight: Array | None, like: Any, bins: Any) -> Any:
+        settings: dict[str, Any] = {"weight": weight, "nthread": self.threads}
         if self.job.params.get("tree_method") in ("exact", "approx"):  # which do without quantised data
-            return self.xgb.DMatrix(x, **settings)
-        bins = self.settings.get("max_bin")
-        return self.xgb.QuantileDMatrix(x, **settings, ref=ref, max_bin=None if bins is None else int(bins))
+            return self.library.DMatrix(x, **settings)
+        most, ref = self.settings.get("max_bin"), like if bins is None else bins
+        return self.library.QuantileDMatrix(x, **settings, ref=ref, max_bin=None if most is None else int(most))
+
+    def _booster(self, targets: range, plan: TreePlan) -> Booster:
+        return XgboostBooster(self, targets, plan)
 
 
-class XgboostBooster:
+class XgboostBooster(Booster):
     """A booster of XGBoost, one round at a time."""
 
-    def __init__(self, data: XgboostData, targets: range, plan: TreePlan) -> None:
-        job = data.job
-        settings = {
-            **_objective(job, targets[0], binary="binary:logistic", many="multi:softprob", number="reg:squarederror"),
-            **data.settings,
-            "seed": int(job.seed),
-            "verbosity": 0,
-            "nthread": plan.threads,
-            "device": plan.device,
-        }
+    def __init__(self, data: Held, targets: range, plan: TreePlan) -> None:
+        own = {"seed": int(data.job.seed), "verbosity": 0, "nthread": plan.threads, "device": plan.device}
+        settings = {**_objective(data.job, targets[0]), **data.settings, **own}
         self._data, self._rounds = data, 0
-        self._booster = data.xgb.Booster(settings, [m for m in (data.train, data.valid) if m is not None])
+        self._booster = data.library.Booster(settings, [m for m in (data.train, data.valid) if m is not None])
 
     def grow(self) -> Score | None:
         """One round."""
@@ -217,20 +218,10 @@ class XgboostBooster:
         name, value = text.removeprefix("v-").rsplit(":", 1)
         return Score(metric=name, value=float(value), higher=more_is_better(name))
 
-    def enter(self) -> None:
-        """Each booster of XGBoost has its own threads."""
-
     def use(self, plan: TreePlan) -> bool:
         """Other threads take effect at once."""
         self._booster.set_param({"nthread": plan.threads})
         return True
-
-    def answers(self, rounds: int, x: Array) -> Array:
-        """What the first rounds answer on the CPU."""
-        booster = self._data.xgb.Booster({"verbosity": 0})
-        booster.load_model(bytearray(self.dump(rounds)))
-        found: Array = booster.inplace_predict(x)
-        return found
 
     def dump(self, rounds: int) -> bytes:
         """JSON of the first rounds."""
@@ -242,68 +233,42 @@ class XgboostBooster:
         return parameters.xgboost_ran(self._booster.save_config())
 
 
+def answers_on_cpu(content: bytes, x: Array) -> Array:
+    """What a dumped booster of XGBoost answers on the CPU."""
+    booster = library("xgboost", NEEDS, EXTRA).Booster({"verbosity": 0})
+    booster.load_model(bytearray(content))
+    return np.asarray(booster.inplace_predict(x), dtype=np.float64)
+
+
 # --- LightGBM ------------------------------------------------------------------------------------------
 
 
-class LightgbmData:
-    """A Dataset, and another one by the same bins to judge rounds by."""
+class LightgbmData(Held):
+    """A Dataset, and another one by the same bins to judge rounds by; both are copied with their bins."""
 
-    def __init__(self, job: TreeJob, plan: TreePlan, like: LightgbmData | None = None) -> None:
-        self.lgb = library("lightgbm", NEEDS, EXTRA)
-        self.job, self._plan, self._lent = job, plan, _Lent(job, plan)
-        self.settings = {
-            **parameters.without_device(job.params),
-            **self._lent.params,
-            "device_type": plan.device,
-            "seed": int(job.seed),
-            "verbosity": -1,
-        }
-        more = {**self.settings, "num_threads": plan.threads * plan.at_once}
-        self.train: Any = self._lent.train
-        if self.train is not None:
-            self.train.set_weight(job.weight)
-        elif like is not None:
-            self.train = like.train.subset(range(len(job.x))).construct()
-        else:
-            y = _columns(job.y, range(1))
-            self.train = self.lgb.Dataset(job.x, label=y, weight=job.weight, params=more).construct()
-        self.valid: Any = self._lent.valid
-        if self.valid is None and job.valid is not None:
-            if like is not None:
-                self.valid = like.valid.subset(range(len(job.valid[0]))).construct()
-            else:
-                y = _columns(job.valid[1], range(1))
-                self.valid = self.train.create_valid(job.valid[0], label=y, params=more).construct()
+    def __init__(self, job: TreeJob, plan: TreePlan, like: Any = None) -> None:
+        self._own = {"device_type": plan.device, "seed": int(job.seed), "verbosity": -1}
+        super().__init__(job, plan, like)
+        self.settings |= self._own
 
-    def copy(self) -> LightgbmData:
-        """The same bins, copied."""
-        with library_errors("lightgbm"):
-            return LightgbmData(self.job, self._plan, like=self)
+    def _quantised(self, x: Array, y: Array, weight: Array | None, like: Any, bins: Any) -> Any:
+        if like is not None:
+            return like.subset(range(len(x))).construct()
+        params = {**self.settings, **self._own, "num_threads": self.threads}
+        label = _columns(y, range(1))
+        return self.library.Dataset(x, label=label, weight=weight, reference=bins, params=params).construct()
 
-    def release(self) -> None:
-        """Give back what is shared."""
-        self._lent.give_back()
-
-    def begin(self, targets: range, plan: TreePlan) -> LightgbmBooster:
-        """A new booster; the data gets the labels of its target."""
-        with library_errors("lightgbm"):
-            self.train.set_label(_columns(self.job.y, targets))
-            if self.valid is not None:
-                self.valid.set_label(_columns(self.job.valid[1], targets))
-            return LightgbmBooster(self, targets, plan)
+    def _booster(self, targets: range, plan: TreePlan) -> Booster:
+        return LightgbmBooster(self, targets, plan)
 
 
-class LightgbmBooster:
-    """A booster of LightGBM, one round at a time."""
+class LightgbmBooster(Booster):
+    """A booster of LightGBM, one round at a time; its histograms are laid out for the threads that it begins with."""
 
-    def __init__(self, data: LightgbmData, targets: range, plan: TreePlan) -> None:
-        settings = {
-            **_objective(data.job, targets[0], binary="binary", many="multiclass", number="regression"),
-            **data.settings,
-            "num_threads": plan.threads,
-        }
-        self._lgb, self._threads, self._judged = data.lgb, plan.threads, data.valid is not None
-        self._booster = data.lgb.Booster(settings, data.train)
+    def __init__(self, data: Held, targets: range, plan: TreePlan) -> None:
+        settings = {**_objective(data.job, targets[0]), **data.settings, "num_threads": plan.threads}
+        self._library, self._threads, self._judged = data.library, plan.threads, data.valid is not None
+        self._booster = data.library.Booster(settings, data.train)
         if self._judged:
             self._booster.add_valid(data.valid, "v")
 
@@ -322,15 +287,7 @@ class LightgbmBooster:
         Both are set by whatever is made last: here a dataset of two rows, in 0.1 ms.
         """
         settings = {"num_threads": self._threads, "verbosity": -1}
-        self._lgb.Dataset(np.zeros((2, 1)), params=settings).construct()
-
-    def use(self, plan: TreePlan) -> bool:
-        """Histograms by row are laid out for the threads that a booster began with."""
-        return False
-
-    def answers(self, rounds: int, x: Array) -> Array:
-        """What the first rounds answer."""
-        return np.asarray(self._booster.predict(x, num_iteration=rounds))
+        self._library.Dataset(np.zeros((2, 1)), params=settings).construct()
 
     def dump(self, rounds: int) -> bytes:
         """Text of the first rounds."""

@@ -21,7 +21,7 @@ from hotlap.machine.limits import read_cpu
 from hotlap.store.disk import read_small
 from hotlap.store.encoding import from_json
 from hotlap.store.files import read_bytes, write_text
-from hotlap.trees.booster_checks import checked_lightgbm, checked_xgboost
+from hotlap.trees.booster_checks import checked_lightgbm, checked_xgboost, need
 from hotlap.trees.data import LIBRARIES, Array, features
 from hotlap.trees.growing import Grown
 from hotlap.trees.job import TASKS, TreeJob, TreePlan
@@ -63,6 +63,11 @@ class ModelRecord:
     """The parameters that the library reported."""
     plan: dict[str, Any]
 
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> ModelRecord:
+        """The record of these fields, unchecked."""
+        return cls(**{**raw, "boosters": [BoosterFile(**file) for file in raw["boosters"]]})
+
 
 class TreeModel:
     """A trained model of trees: `predict`, and `probabilities` in classification."""
@@ -72,9 +77,9 @@ class TreeModel:
         self.record = record
         self.threads = read_cpu().cores
         """Threads that answer."""
-        pairs = zip(contents, record.boosters, strict=True)
         self.boosters = [
-            _booster(one if trusted else _checked_content(one, file, record), record) for one, file in pairs
+            _booster(content if trusted else _checked_content(content, file, record), record)
+            for content, file in zip(contents, record.boosters, strict=True)
         ]
         """The library's own boosters, in the order of their targets."""
 
@@ -129,13 +134,13 @@ def record_of(job: TreeJob, plan: TreePlan, grown: Sequence[Grown], ran: dict[st
     """What `trees.json` says of a training."""
     files = [
         BoosterFile(
-            name=f"{one.targets.start:04d}.{ENDINGS[job.library]}",
-            sha256=hashlib.sha256(one.content).hexdigest(),
-            first_target=one.targets.start,
-            targets=len(one.targets),
-            rounds=one.best_round,
+            name=f"{booster.targets.start:04d}.{ENDINGS[job.library]}",
+            sha256=hashlib.sha256(booster.content).hexdigest(),
+            first_target=booster.targets.start,
+            targets=len(booster.targets),
+            rounds=booster.best_round,
         )
-        for one in grown
+        for booster in grown
     ]
     return ModelRecord(
         library=job.library,
@@ -172,10 +177,8 @@ def read_record(folder: Path) -> ModelRecord:
     """Read `trees.json`, which may be a stranger's. Raises StoreError."""
     raw = from_json(read_small(folder / FILE, MOST_BYTES), FILE)
     try:
-        if raw.pop("format") != FORMAT:
-            raise ValueError("its format is of another hotlap")
-        files = [BoosterFile(**one) for one in raw.pop("boosters")]
-        return _checked(ModelRecord(**raw, boosters=files))
+        need(raw.pop("format") == FORMAT, "its format is of another hotlap")
+        return _checked(ModelRecord.from_dict(raw))
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise StoreError(f"{folder / FILE} is not a record of trees: {error}") from None
 
@@ -224,26 +227,28 @@ def _outputs(file: BoosterFile, record: ModelRecord) -> int:
 
 
 def _checked(record: ModelRecord) -> ModelRecord:
-    if record.library not in LIBRARIES or record.task not in TASKS:
-        raise ValueError("library or task are not known")
+    """The record, if it does not contradict itself; ValueError if it does."""
+    need(record.library in LIBRARIES and record.task in TASKS, "library or task are not known")
     numbers = [record.features, record.targets, *(n for f in record.boosters for n in (f.targets, f.rounds))]
-    if not all(type(n) is int and 0 < n < 2**31 for n in numbers) or not isinstance(record.one_target, bool):
-        raise ValueError("its counts are wrong")
+    are_counts = all(type(n) is int and 0 < n < 2**31 for n in numbers) and isinstance(record.one_target, bool)
+    need(are_counts and not (record.one_target and record.targets != 1), "its counts are wrong")
     following = 0
     for file in record.boosters:
-        if not isinstance(file.name, str) or not _NAME.fullmatch(file.name) or file.first_target != following:
-            raise ValueError("its boosters are not one for each target")
+        is_next = isinstance(file.name, str) and _NAME.fullmatch(file.name) and file.first_target == following
+        need(is_next, "its boosters are not one for each target")
         following += file.targets
-    if following != record.targets:
-        raise ValueError("its boosters are not one for each target")
-    if record.one_target and record.targets != 1:
-        raise ValueError("its counts are wrong")
+    need(following == record.targets, "its boosters are not one for each target")
     if record.task == "classification":
-        labels = record.classes
-        if not isinstance(labels, list) or len(labels) != record.targets or len(record.boosters) != record.targets:
-            raise ValueError("its classes are not those of its targets")
-        if not all(isinstance(one, list) and 2 <= len(one) < 2**20 for one in labels):
-            raise ValueError("its classes are not those of its targets")
-        if not all(isinstance(label, (str, int, float)) for one in labels for label in one):
-            raise ValueError("its labels are neither texts nor numbers")
+        are_labels = _are_labels(record.classes, len(record.boosters), record.targets)
+        need(are_labels, "its classes are not those of its targets")
     return record
+
+
+def _are_labels(classes: Any, *counts: int) -> bool:
+    """Whether these are lists of two or more labels, and as many lists as each of the counts."""
+    return (
+        isinstance(classes, list)
+        and all(len(classes) == count for count in counts)
+        and all(isinstance(labels, list) and 2 <= len(labels) < 2**20 for labels in classes)
+        and all(isinstance(label, (str, int, float)) for labels in classes for label in labels)
+    )

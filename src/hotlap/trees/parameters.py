@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -33,24 +33,16 @@ _SET_BY_HOTLAP = {
     "linear": "leave it out: hotlap.trees grows trees with a value in each leaf",
 }
 _XGBOOST_OWN = {
-    "rounds": ("n_estimators", "num_boost_round", "num_round", "num_rounds"),
-    "patience": ("early_stopping_rounds",),
-    "threads": ("nthread", "n_jobs"),
-    "seed": ("seed", "random_state"),
-    "classes": ("num_class",),
-    "quiet": ("verbosity", "silent", "verbose"),
-    "categories": ("enable_categorical",),
-}
+    "n_estimators": "rounds", "num_boost_round": "rounds", "num_round": "rounds", "num_rounds": "rounds",
+    "early_stopping_rounds": "patience", "nthread": "threads", "n_jobs": "threads", "seed": "seed",
+    "random_state": "seed", "num_class": "classes", "verbosity": "quiet", "silent": "quiet", "verbose": "quiet",
+    "enable_categorical": "categories",
+}  # fmt: skip
 _LIGHTGBM_OWN = {
-    "rounds": "num_iterations",
-    "patience": "early_stopping_round",
-    "threads": "num_threads",
-    "seed": "seed",
-    "classes": "num_class",
-    "quiet": "verbosity",
-    "categories": "categorical_feature",
-    "linear": "linear_tree",
-}
+    "num_iterations": "rounds", "early_stopping_round": "patience", "num_threads": "threads", "seed": "seed",
+    "num_class": "classes", "verbosity": "quiet", "categorical_feature": "categories", "linear_tree": "linear",
+}  # fmt: skip
+"""By their main names."""
 _XGBOOST_MORE = ("objective", "eval_metric", "booster", "device", "sampling_method", "max_bin")
 """Parameters that the configuration of a booster keeps under another name, or not at all."""
 _DEMANDED = {"quantile_alpha": 0.5, "expectile_alpha": 0.5, "num_class": 2}
@@ -91,20 +83,20 @@ _SHARED_BINS: dict[str, dict[str, Any]] = {
 
 def bin_problems(name: str, params: Mapping[str, Any]) -> list[str]:
     """What is wrong with the parameters of a TreeData, a line each."""
-    known = {alias for main in _BINS[name] for alias in (main, *_aliases(name).get(main, ()))}
+    known = {*_BINS[name], *(alias for alias, main in _main_names(name).items() if main in _BINS[name])}
     return [f"TreeData takes parameters of bins, not {shown(key)}{did_you_mean(key, known)}"
             for key in params if key not in known]  # fmt: skip
 
 
 def bins_of(name: str, params: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters that decide the bins of shared data, by their main names."""
-    main = {alias: key for key, others in _aliases(name).items() for alias in others}
+    main = _main_names(name)
     return {**_SHARED_BINS[name], **{main.get(key, key): value for key, value in params.items()}}
 
 
 def shared_problems(name: str, params: Mapping[str, Any]) -> list[str]:
     """Parameters of a job that shared data decides, a line each."""
-    main = {alias: key for key, others in _aliases(name).items() for alias in others}
+    main = _main_names(name)
     wrong = [f"params[{key!r}]: bins are shared: write TreeData(x, params={{{key!r}: {shown(value)}}})"
              for key, value in params.items() if main.get(key, key) in _BINS[name]]  # fmt: skip
     if params.get("tree_method") in ("exact", "approx"):
@@ -112,8 +104,11 @@ def shared_problems(name: str, params: Mapping[str, Any]) -> list[str]:
     return wrong
 
 
-def _aliases(name: str) -> dict[str, list[str]]:
-    return _lightgbm_aliases() if name == "lightgbm" else {}
+def _main_names(name: str) -> dict[str, str]:
+    """The main name of each alias of a parameter; XGBoost has none."""
+    if name == "xgboost":
+        return {}
+    return {alias: main for main, others in _lightgbm_aliases().items() for alias in others}
 
 
 def is_device(value: object) -> bool:
@@ -136,19 +131,26 @@ def without_device(params: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in params.items() if name not in ("device", "device_type")}
 
 
+def _unusable(
+    name: str, params: Mapping[str, Any], known: Collection[str], owned: Mapping[str, str], gone: Mapping[str, str]
+) -> list[str]:
+    """Parameters that are gone, that hotlap sets, or that the library does not know, a line each."""
+    wrong = []
+    for key, value in params.items():
+        if key in gone:
+            wrong.append(gone[key].format(value=shown(value)))
+        elif key in owned:
+            wrong.append(f"params[{key!r}]: {_SET_BY_HOTLAP[owned[key]].format(value=shown(value))}")
+        elif key not in known:
+            wrong.append(f"{name} has no parameter {key!r}{did_you_mean(key, known)}")
+        elif gone and isinstance(value, str) and value.startswith(("gpu_", "grow_gpu")):
+            wrong.append(f"{key}={value!r} is gone from {name}: write 'device': 'cuda' and 'tree_method': 'hist'")
+    return wrong
+
+
 def _xgboost_problems(params: Mapping[str, Any]) -> list[str]:
     known = _xgboost_names(str(params.get("objective", "reg:squarederror")), str(params.get("booster", "gbtree")))
-    owned = {alias: use for use, aliases in _XGBOOST_OWN.items() for alias in aliases}
-    wrong = []
-    for name, value in params.items():
-        if name in _GONE:
-            wrong.append(_GONE[name].format(value=shown(value)))
-        elif name in owned:
-            wrong.append(f"params[{name!r}]: {_SET_BY_HOTLAP[owned[name]].format(value=shown(value))}")
-        elif name not in known:
-            wrong.append(f"XGBoost has no parameter {name!r}{did_you_mean(name, known)}")
-        elif isinstance(value, str) and value.startswith(("gpu_", "grow_gpu")):
-            wrong.append(f"{name}={value!r} is gone from XGBoost: write 'device': 'cuda' and 'tree_method': 'hist'")
+    wrong = _unusable("XGBoost", params, known, _XGBOOST_OWN, _GONE)
     wrong += [
         f"{name}={shown(params[name])} asks for several answers; give one, and a job for each"
         for name in ("quantile_alpha", "expectile_alpha")
@@ -160,15 +162,10 @@ def _xgboost_problems(params: Mapping[str, Any]) -> list[str]:
 
 
 def _lightgbm_problems(params: Mapping[str, Any]) -> list[str]:
-    aliases, wrong = _lightgbm_aliases(), []
-    owned = {alias: use for use, name in _LIGHTGBM_OWN.items() for alias in (name, *aliases.get(name, ()))}
-    known = {alias for name, others in aliases.items() for alias in (name, *others)}
-    for name, value in params.items():
-        if name in owned:
-            wrong.append(f"params[{name!r}]: {_SET_BY_HOTLAP[owned[name]].format(value=shown(value))}")
-        elif name not in known:
-            wrong.append(f"LightGBM has no parameter {name!r}{did_you_mean(name, known)}")
-    return wrong
+    main = _main_names("lightgbm")
+    known = {*_lightgbm_aliases(), *main}
+    owned = {key: _LIGHTGBM_OWN[main.get(key, key)] for key in known if main.get(key, key) in _LIGHTGBM_OWN}
+    return _unusable("LightGBM", params, known, owned, {})
 
 
 @functools.cache
@@ -205,8 +202,7 @@ def _lightgbm_aliases() -> dict[str, list[str]]:
 
 def not_obeyed(name: str, params: Mapping[str, Any], ran: Mapping[str, str]) -> list[str]:
     """Parameters that the library reports with another value than was asked for, a line each."""
-    main = {alias: key for key, others in _aliases(name).items() for alias in others}
-    wrong = []
+    main, wrong = _main_names(name), []
     for key, asked in params.items():
         found = ran.get(main.get(key, key))
         if found is not None and main.get(key, key) not in _UNCHECKED and not _same(asked, found):
