@@ -96,6 +96,11 @@ def test_what_cannot_help_needs_no_option():
     assert headline([unfit], 60.0).endswith("because no trial would have paid; the table has the reasons")
 
 
+def test_a_run_that_ends_within_its_first_trial_names_that_as_the_reason():
+    cut = ledger_of(BASELINE, ("fused optimizer", "measured", {}))
+    assert headline([cut], 6.0) == "left as it was: the run ended before a trial did"
+
+
 def test_a_plan_that_the_user_chose_is_not_called_faster():
     told = "took 12 s with fused optimizer, by the plan that you chose; what it saves: `hotlap run --compare`"
     assert headline([ledger_of(("plan", "chosen", {}), plan=FOUND)], 12.0, is_fixed=True) == told

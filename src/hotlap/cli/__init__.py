@@ -57,7 +57,8 @@ app = typer.Typer(
     name="hotlap",
     cls=_Commands,
     help="Makes PyTorch training fast by measuring.",
-    epilog="Exit codes: 0 done; 1 not fit, or failed with a message; 2 bad command line; 130 interrupted; 143 ended.",
+    epilog="Exit codes: 0 done; 1 not fit, or failed with a message; 2 bad command line; "
+    "130 interrupted; 143 terminated.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": MOST_COLUMNS},
     pretty_exceptions_enable=False,
@@ -80,11 +81,11 @@ def _root(
     """Makes PyTorch training fast by measuring."""
 
 
-machine.register(app)
-trainings.register(app)
-recipes.register(app)
-kit.register(app)
 run.register(app)
+recipes.register(app)
+trainings.register(app)
+kit.register(app)
+machine.register(app)
 stress.register(app)
 store.register(app)
 

@@ -17,8 +17,8 @@ from hotlap.core.terminal import say
 NAME = typer.Argument(
     None,
     metavar="TRAINING",
-    help="module:job; a recipe with its options; train.py ARGS; or -m MODULE ARGS. "
-    "Options behind it belong to the training.",
+    help="train.py ARGS; -m MODULE ARGS; module:job (train:job is `job` in train.py); "
+    "or a recipe with its options. Options behind it belong to the training.",
 )
 MODULE = typer.Option(False, "-m", help="TRAINING is a module, as for `python -m`.")
 JSON = typer.Option(False, "--json", help="Print the result as JSON.")
@@ -73,8 +73,8 @@ def _print(found: Any, as_json: bool) -> None:
 def batch(
     training: list[str] = NAME,
     module: bool = MODULE,
-    most: int | None = typer.Option(None, min=1, max=2**31 - 1, help="Largest batch to try."),
-    seconds: float = typer.Option(120.0, min=1.0, help="Start no new try after so many seconds."),
+    most: int | None = typer.Option(None, min=1, max=2**31 - 1, metavar="N", help="Largest batch to try."),
+    seconds: float = typer.Option(120.0, min=1.0, metavar="SECONDS", help="Start no new try after so many seconds."),
     as_json: bool = JSON,
     quiet: bool = QUIET,
 ) -> None:
@@ -92,7 +92,7 @@ def batch(
 def workers(
     training: list[str] = NAME,
     module: bool = MODULE,
-    seconds: float = typer.Option(120.0, min=1.0, help="Start no new try after so many seconds."),
+    seconds: float = typer.Option(120.0, min=1.0, metavar="SECONDS", help="Start no new try after so many seconds."),
     as_json: bool = JSON,
     quiet: bool = QUIET,
 ) -> None:
@@ -110,8 +110,12 @@ def workers(
 def memory(
     training: list[str] = NAME,
     module: bool = MODULE,
-    seconds: float = typer.Option(120.0, min=1.0, help="Most seconds to wait for a script's first update."),
-    picture: Path | None = typer.Option(None, help="A new .svg file, for a drawing of memory over one update."),
+    seconds: float = typer.Option(
+        120.0, min=1.0, metavar="SECONDS", help="Most seconds to wait for a script's first update."
+    ),
+    picture: Path | None = typer.Option(
+        None, metavar="FILE", help="A new .svg file, for a drawing of memory over one update."
+    ),
     as_json: bool = JSON,
     quiet: bool = QUIET,
 ) -> None:

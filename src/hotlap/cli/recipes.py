@@ -48,9 +48,11 @@ class _Train(TyperCommand):
 
 def train(
     context: typer.Context,
-    recipe: str = typer.Argument(help="A recipe: text, price, temporal, image or forecast."),
-    options: Path | None = typer.Option(None, help="A file of options; the options.toml of a run repeats it."),
-    out: Path | None = typer.Option(None, help="A new folder for the run. [default: one under runs/]"),
+    recipe: str = typer.Argument(metavar="RECIPE", help="A recipe: text, price, temporal, image or forecast."),
+    options: Path | None = typer.Option(
+        None, metavar="FILE", help="A file of options; the options.toml of a run repeats it."
+    ),
+    out: Path | None = typer.Option(None, metavar="FOLDER", help="A new folder for the run; by default one in runs/."),
     retrain: bool = typer.Option(False, "--retrain", help="Train again instead of reading the model from the cache."),
     as_json: bool = typer.Option(False, "--json", help="Print the report as JSON."),
     quiet: bool = typer.Option(False, "--quiet", help="Show no progress, only warnings."),
@@ -88,18 +90,21 @@ def train(
 
 
 def predict(
-    run: Path = typer.Argument(help="The folder of a run."),
-    data: Path = typer.Option(help="The file to predict; of pictures, a folder or one too."),
-    out: Path = typer.Option(help="The file to write, CSV or Parquet."),
+    run: Path = typer.Argument(metavar="RUN", help="The folder of a run."),
+    data: Path = typer.Option(metavar="FILE", help="The file to predict; also a folder of pictures, or one picture."),
+    out: Path = typer.Option(metavar="FILE", help="The new file to write, CSV or Parquet."),
     keep: list[str] = typer.Option(
-        [], help="Columns of the data to write beside the answers, with commas; as a rule all."
+        [], metavar="COLUMNS", help="Columns to write beside the answers, such as id,title; by default all."
     ),
     probabilities: bool = typer.Option(False, "--probabilities", help="Write the probability of each class too."),
-    embeddings: Path | None = typer.Option(None, help="A new .npy file for a vector of each text."),
-    device: str = typer.Option("auto", help="auto, cpu, cuda or cuda:N."),
+    embeddings: Path | None = typer.Option(None, metavar="FILE", help="A new .npy file for a vector of each text."),
+    device: str = typer.Option("auto", metavar="DEVICE", help="auto, cpu, cuda or cuda:N."),
     as_json: bool = typer.Option(False, "--json", help="Print what was written as JSON."),
 ) -> None:
-    """Write a trained recipe's answer for each row of a file; hotlap scores them if the file has the target."""
+    """Write a recipe's answers for each row of a file.
+
+    hotlap scores the answers if the file has the target.
+    """
     from hotlap.recipes.answers import answer
 
     found = answer(
@@ -122,7 +127,7 @@ def predict(
 
 
 def recipes(
-    name: str | None = typer.Argument(None, help="A recipe, to list its options."),
+    name: str | None = typer.Argument(None, metavar="RECIPE", help="A recipe, to list its options."),
     as_json: bool = typer.Option(False, "--json", help="Print them as JSON."),
 ) -> None:
     """List the recipes, or all options of one."""

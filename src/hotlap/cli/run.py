@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import typer
 
+from hotlap.cli.output import show
 from hotlap.core.terminal import say
 from hotlap.core.tricks import TRICKS
 
@@ -41,12 +42,18 @@ def run(
     module: bool = typer.Option(False, "-m", help="SCRIPT is a module, as for `python -m`."),
     off: bool = typer.Option(False, "--off", help="Run it without hotlap."),
     compare: bool = typer.Option(False, "--compare", help="Run it without and with hotlap, in turns, and compare."),
-    rounds: int = typer.Option(2, min=1, max=100, help="With --compare: runs each way. 1 shows no spread."),
-    plan: str | None = typer.Option(None, help="auto (default), max, off, a plan file, or a run folder to replay."),
-    out: Path | None = typer.Option(None, help="A new folder for the run; by default one in runs/."),
-    tune_seconds: float | None = typer.Option(None, min=0.0, help="Most seconds that tuning may cost."),
+    rounds: int = typer.Option(
+        2, min=1, max=100, metavar="N", help="With --compare: runs each way. 1 shows no spread."
+    ),
+    plan: str | None = typer.Option(
+        None, metavar="PLAN", help="auto (default), max, off, a plan file, or a run folder to replay."
+    ),
+    out: Path | None = typer.Option(None, metavar="FOLDER", help="A new folder for the run; by default one in runs/."),
+    tune_seconds: float | None = typer.Option(
+        None, min=0.0, metavar="SECONDS", help="Most seconds that tuning may cost; by default a small share of the run."
+    ),
     without: list[str] = typer.Option(
-        [], metavar="NAME", help="Leave out a trick of hotlap; may be repeated. `--without ?` lists them."
+        [], metavar="NAME", help="Leave out one trick of hotlap; may be repeated. `--without '?'` lists them."
     ),
     as_json: bool = typer.Option(False, "--json", help="Print the figures at the end as JSON, on stderr."),
 ) -> None:
@@ -56,6 +63,9 @@ def run(
     """
     from hotlap.script import running
 
+    if "?" in without:
+        _list_tricks()
+        raise typer.Exit
     if not script:
         _refuse(f"name a script to run: {USAGE}")
     named = {
@@ -125,6 +135,12 @@ class _Watched:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._session.__exit__(kind, error, at)
+
+
+def _list_tricks() -> None:
+    """Print the name of each trick, and what it does."""
+    longest = max(map(len, TRICKS))
+    show(*(f"{name:<{longest}}  {words}" for name, words in TRICKS.items()))
 
 
 def _check(plan: str, out: Path | None) -> None:

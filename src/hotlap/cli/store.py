@@ -17,10 +17,10 @@ from hotlap.core.terminal import say
 if TYPE_CHECKING:
     from hotlap.store.cache import Item
 
-cache = typer.Typer(help="What hotlap keeps from run to run: list, size, verify, prune.", rich_markup_mode=None)
+cache = typer.Typer(help="List, size, verify or prune what hotlap keeps from run to run.", rich_markup_mode=None)
 
 _JSON = typer.Option(False, "--json", help="Print one JSON object and nothing else.")
-_KIND = typer.Option(None, "--kind", help="Only entries of this kind, as the list names it.")
+_KIND = typer.Option(None, "--kind", metavar="KIND", help="Only entries of this kind, as the list names it.")
 
 
 def register(app: typer.Typer) -> None:
@@ -31,12 +31,15 @@ def register(app: typer.Typer) -> None:
 
 
 def pack(
-    run: Path = typer.Argument(help="The folder of the run."),
-    archive: Path | None = typer.Argument(None, help="The zip file to write. [default: RUN.zip]"),
+    run: Path = typer.Argument(metavar="RUN", help="The folder of the run."),
+    archive: Path | None = typer.Argument(None, metavar="ARCHIVE", help="The zip file to write; by default RUN.zip."),
     checkpoints: bool = typer.Option(False, "--checkpoints", help="Pack checkpoints too, to resume elsewhere."),
     as_json: bool = _JSON,
 ) -> None:
-    """Write a run folder into one compressed zip file, to take it to another machine."""
+    """Pack a run folder into one compressed zip file.
+
+    Take it to another machine, and unpack it there.
+    """
     from hotlap.core.units import show_bytes
     from hotlap.recipes.options import run_of
     from hotlap.store import archives
@@ -58,8 +61,8 @@ def pack(
 
 
 def unpack(
-    archive: Path = typer.Argument(help="A zip file that `hotlap pack` has written."),
-    folder: Path = typer.Argument(help="A new folder for the run."),
+    archive: Path = typer.Argument(metavar="ARCHIVE", help="A zip file that `hotlap pack` has written."),
+    folder: Path = typer.Argument(metavar="FOLDER", help="A new folder for the run."),
     as_json: bool = _JSON,
 ) -> None:
     """Unpack a run into a new folder.
@@ -80,14 +83,17 @@ def unpack(
 
 @cache.callback(invoke_without_command=True)
 def _cache(ctx: typer.Context, as_json: bool = _JSON) -> None:
-    """What hotlap keeps from run to run: features and trained models. Without a command: list."""
+    """List, size, verify or prune what hotlap keeps from run to run.
+
+    The cache holds plans, features and trained models. Without a command: list.
+    """
     if ctx.invoked_subcommand is None:
         list_entries(kind=None, as_json=as_json)
 
 
 @cache.command("list")
 def list_entries(kind: str | None = _KIND, as_json: bool = _JSON) -> None:
-    """Every entry with its size, the one used last first."""
+    """List every entry with its size, the latest used first."""
     from hotlap.core.units import show_bytes
     from hotlap.store.cache import Cache
 
@@ -97,13 +103,13 @@ def list_entries(kind: str | None = _KIND, as_json: bool = _JSON) -> None:
         show_json({"root": str(held.root), "entries": [_row(item) for item in items]}, indent=2)
         return
     for item in items:
-        show(f"{item.kind:<12} {item.key[:12]}  {show_bytes(item.bytes):>9}  {_ago(item.used_s):<12} {_what(item)}")
+        show(f"{item.kind:<12} {item.key[:12]}  {show_bytes(item.bytes):>9}  {_ago(item.used_s):<16}  {_what(item)}")
     show(f"{len(items)} entries, {show_bytes(sum(item.bytes for item in items))} in {held.root}")
 
 
 @cache.command()
 def size(kind: str | None = _KIND, as_json: bool = _JSON) -> None:
-    """How much room the entries take."""
+    """Show how much room the entries take."""
     from hotlap.core.units import show_bytes
     from hotlap.store.cache import Cache
 
@@ -118,10 +124,13 @@ def size(kind: str | None = _KIND, as_json: bool = _JSON) -> None:
 @cache.command()
 def verify(
     kind: str | None = _KIND,
-    remove: bool = typer.Option(False, "--remove", help="Remove what is damaged; it is made again when needed."),
+    remove: bool = typer.Option(False, "--remove", help="Remove damaged entries; hotlap makes them again when needed."),
     as_json: bool = _JSON,
 ) -> None:
-    """Read every byte of every entry. Exit code 1: some are not as they were written."""
+    """Read every byte of every entry.
+
+    Exit code 1: some entries are damaged.
+    """
     from hotlap.store.cache import Cache
 
     held = Cache()
@@ -139,14 +148,19 @@ def verify(
 
 @cache.command()
 def prune(
-    keep: str | None = typer.Option(None, "--keep", metavar="SIZE", help="Keep at most so much, as in 10GB or 500MB."),
+    keep: str | None = typer.Option(
+        None, "--keep", metavar="SIZE", help="Keep at most this much, such as 10GB or 500MB."
+    ),
     older_than: str | None = typer.Option(
-        None, "--older-than", metavar="TIME", help="Remove what was not used for so long, as in 30d, 12h or 90m."
+        None, "--older-than", metavar="TIME", help="Remove entries not used for this long, such as 30d, 12h or 90m."
     ),
     kind: str | None = _KIND,
     as_json: bool = _JSON,
 ) -> None:
-    """Remove entries, the least recently used first; --keep 0 removes all."""
+    """Remove entries, the least recently used first.
+
+    --keep 0 removes all.
+    """
     from hotlap.core.units import show_bytes
     from hotlap.store.cache import Cache
 

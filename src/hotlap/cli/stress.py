@@ -20,12 +20,12 @@ def register(app: typer.Typer) -> None:
 
 def stress(
     kills: int = typer.Option(
-        50, min=1, max=100_000, help="Trainings to kill at random moments, in and between saves."
+        50, min=1, max=100_000, metavar="N", help="Trainings to kill at random moments, in and between saves."
     ),
     every_call: bool = typer.Option(False, "--every-call", help="Also kill around every system call of a save."),
-    workers: int = typer.Option(1, min=0, max=64, help="Loader workers in every third training."),
-    seconds: float = typer.Option(600.0, min=1, help="Most seconds to spend."),
-    seed: int = typer.Option(0, min=0, max=2**63 - 1, help="Seed of the moments."),
+    workers: int = typer.Option(1, min=0, max=64, metavar="N", help="Loader workers in every third training."),
+    seconds: float = typer.Option(600.0, min=1, metavar="SECONDS", help="Most seconds to spend."),
+    seed: int = typer.Option(0, min=0, max=2**63 - 1, metavar="N", help="Seed of the random moments."),
     as_json: bool = typer.Option(False, "--json", help="Print the figures as JSON."),
 ) -> None:
     """Kill trainings, resume them, and compare the results.

@@ -30,10 +30,12 @@ def register(app: typer.Typer) -> None:
 
 
 def demo(
-    epochs: int = typer.Option(200, min=1, max=100_000, help="Epochs to train."),
-    device: str = typer.Option("auto", help="auto, cpu, cuda or cuda:N."),
-    plan: str | None = typer.Option(None, help="auto (default), max, off, a plan file, or a run folder to replay."),
-    out: Path | None = typer.Option(None, help="A new folder for the run; by default one in runs/."),
+    epochs: int = typer.Option(200, min=1, max=100_000, metavar="N", help="Epochs to train."),
+    device: str = typer.Option("auto", metavar="DEVICE", help="auto, cpu, cuda or cuda:N."),
+    plan: str | None = typer.Option(
+        None, metavar="PLAN", help="auto (default), max, off, a plan file, or a run folder to replay."
+    ),
+    out: Path | None = typer.Option(None, metavar="FOLDER", help="A new folder for the run; by default one in runs/."),
     reuse: bool = typer.Option(False, "--reuse", help="Load the model if the same training has run before."),
     require_gpu: bool = typer.Option(False, "--require-gpu", help="Stop if no GPU works."),
     as_json: bool = typer.Option(False, "--json", help="Print the figures as JSON."),
@@ -61,9 +63,9 @@ def demo(
 
 
 def tune(
-    training: str = typer.Argument(help="The training: module:job, or demo."),
-    out: Path = typer.Option(Path("plan.toml"), help="The plan file to write."),
-    seconds: float = typer.Option(60.0, min=1.0, help="Most seconds that tuning may cost."),
+    training: str = typer.Argument(metavar="TRAINING", help="module:job (train:job is `job` in train.py), or demo."),
+    out: Path = typer.Option(Path("plan.toml"), metavar="FILE", help="The plan file to write."),
+    seconds: float = typer.Option(60.0, min=1.0, metavar="SECONDS", help="Most seconds that tuning may cost."),
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace the file if it exists."),
     as_json: bool = typer.Option(False, "--json", help="Print the figures as JSON."),
     quiet: bool = typer.Option(False, "--quiet", help="Show no progress."),
@@ -99,9 +101,11 @@ def tune(
 
 
 def resume(
-    run: Path = typer.Argument(help="The folder of the run."),
+    run: Path = typer.Argument(metavar="RUN", help="The folder of the run."),
     training: list[str] = typer.Argument(
-        None, help="How the run started: train.py ARGS, -m MODULE ARGS, or module:job. hotlap's own runs need none."
+        None,
+        metavar="TRAINING",
+        help="How the run started: train.py ARGS, -m MODULE ARGS, or module:job. hotlap's own runs need none.",
     ),
     allow_changes: bool = typer.Option(False, "--allow-changes", help="Go on even if code, data or settings differ."),
     as_json: bool = typer.Option(False, "--json", help="Print the figures as JSON."),

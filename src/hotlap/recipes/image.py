@@ -66,10 +66,14 @@ class ImageOptions(Options):
     path: str = option("", "the column of paths; found by itself where its values are named .jpg, .jpeg or .png")
     root: str = option("", "the folder that paths begin at; the default is that of the file")
     header: str = option("auto", "whether the first row holds names: yes, no, or auto to find out")
-    task: str = option("auto", "classes, numbers, or auto: numbers where the target has decimals or many values")
+    task: str = option(
+        "auto", "what to predict: classes, numbers, or auto: numbers where the target has decimals or many values"
+    )
     size: int = option(224, "pixels along a side")
     fit: str = option("stretch", "how a picture becomes a square: stretch all of it, or crop its middle")
-    models: tuple[str, ...] = option(("resnet",), "resnet, vit, timm:NAME or transformers:TYPE; the best is kept")
+    models: tuple[str, ...] = option(
+        ("resnet",), "which to train: resnet, vit, timm:NAME, transformers:TYPE; the best is kept"
+    )
     width: int = option(64, "channels of the resnet's first stage; the vit is three times as wide", most=4096)
     depth: int = option(
         2, "blocks of each of the resnet's four stages; the vit has three times as many layers", most=256

@@ -39,7 +39,7 @@ class Options:
     """The options of every recipe; each recipe extends them. All are words, numbers or lists of words."""
 
     data: str = option("", "a CSV or Parquet file, or a folder of them")
-    target: str = option("", "the column to predict")
+    target: str = option("", "the column to predict; the default is a column with a usual name, such as label")
     valid: str = option("", "a file to judge by; the default is to hold out a part of the data")
     valid_share: float = option(0.2, "the share of the rows to hold out")
     group: str = option("", "a column; rows of one group are all trained on, or all held out")
@@ -50,7 +50,7 @@ class Options:
     patience: int = option(3, "evaluations without improvement before the training stops")
     seed: int = option(0, "seed of the first weights, the order and the held-out rows", most=2**63 - 1)
     device: str = option("auto", "device: auto, cpu, cuda or cuda:N")
-    plan: str = option("auto", "auto, off, max, a plan file, or a run folder to replay")
+    plan: str = option("auto", "how to train: auto, off, max, a plan file, or a run folder to replay")
     warm_up: float = option(0.05, "the share of updates in which the learning rate rises")
     weight_decay: float = option(0.01, "weight decay of AdamW")
     balance: bool = option(True, "give rare classes a higher weight")
@@ -210,9 +210,12 @@ def as_file(recipe: str, options: Options) -> str:
 
 
 def option_lines(kind: type[Options], width: int) -> list[str]:
-    """Every option with its type, a sentence and its default, wrapped to a width; the recipe's own come first."""
+    """Every option with its type, a sentence and its default, wrapped to a width.
+
+    `data` and `target` come first, then the recipe's own.
+    """
     hints, shared = get_type_hints(kind), {one.name for one in fields(Options)}
-    rows = sorted(fields(kind), key=lambda one: one.name in shared)
+    rows = sorted(fields(kind), key=lambda one: (one.name not in ("data", "target"), one.name in shared))
     names = [f"--{one.name.replace('_', '-')} {_TYPES.get(hints[one.name], 'LIST')}" for one in rows]
     left, lines = max(map(len, names)) + 4, []
     for name, one in zip(names, rows, strict=True):

@@ -220,8 +220,10 @@ def _why_left(found: Sequence[Row]) -> str:
         return f"nothing was tried, because trials would cost more than the time allowed: {first.what}, {first.why}"
     if judged:
         return "nothing was tried, because an earlier run has shown that nothing helps"
-    if found:
+    if any(row.outcome == "not tried" for row in found):
         return "nothing was tried, because no trial would have paid; the table has the reasons"
+    if found:
+        return "the run ended before a trial did"
     return "nothing was tried, because the run ended before its pace was known"
 
 
