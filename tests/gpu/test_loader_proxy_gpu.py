@@ -12,7 +12,7 @@ from hotlap.core.plan import Feed
 from hotlap.data import feeds as data_feeds
 from hotlap.data.feeds import CudaCopier, PinnedBuffers
 from hotlap.data.sources import Columns, tensors_in
-from hotlap.script.feed import feeds
+from hotlap.script.feed import feeds, held_samples
 from hotlap.script.feed.device_copies import KEPT, DeviceCopies
 from hotlap.script.feed.loader_proxy import LoaderProxy, why_other_batch
 
@@ -105,7 +105,7 @@ def test_batches_and_what_the_script_sends_of_them_are_the_loaders_own(data, fee
 def test_samples_that_came_by_are_held_on_the_gpu_as_the_loader_gives_them(
     settings, device_copies, device, monkeypatch
 ):
-    monkeypatch.setattr(feeds, "MOST_SHARE", float("inf"))
+    monkeypatch.setattr(held_samples, "MOST_SHARE", float("inf"))
     loader = loader_of("nested", **settings)
     proxy = served(loader, device_copies)
     assert proxy.learn() == len(loader)

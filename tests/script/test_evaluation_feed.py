@@ -12,10 +12,10 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from hotlap.core.plan import Feed, Plan
 from hotlap.script.feed import evaluation_feed as evaluation_feed
-from hotlap.script.feed import feeds as feeds_module
+from hotlap.script.feed import held_samples
 from hotlap.script.feed.device_copies import DeviceCopies
 from hotlap.script.feed.evaluation_feed import WHAT
-from hotlap.script.feed.feeds import KeptSamples
+from hotlap.script.feed.held_samples import KeptSamples
 from hotlap.script.feed.loader_proxy import LoaderProxy
 from hotlap.script.session import Session, Settings
 from hotlap.script.tuning import ScriptTuning
@@ -187,7 +187,7 @@ def test_it_waits_until_the_loop_has_a_feed_that_is_kept(session, told, feeds, m
 @pytest.mark.usefixtures("held_for_nothing")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_samples_of_an_evaluation_are_kept_while_those_of_the_loop_are(session, feeds, monkeypatch, workers):
-    monkeypatch.setattr(feeds_module, "MOST_SHARE", float("inf"))
+    monkeypatch.setattr(held_samples, "MOST_SHARE", float("inf"))
     is_settled, plan, missing = [False], ScriptTuning.plan, []
     monkeypatch.setattr(
         ScriptTuning, "plan", property(lambda self: plan.fget(self) if is_settled[0] else self.training.own)

@@ -32,11 +32,12 @@ from hotlap.data.dataset import as_source
 from hotlap.data.feeds import PinnedBuffers
 from hotlap.data.sources import tensors_in
 from hotlap.script.feed import feeds as feeds_module
+from hotlap.script.feed import held_samples
 from hotlap.script.feed import index_batches as serving_indices
 from hotlap.script.feed import index_batches as serving_places
 from hotlap.script.feed import loader_proxy as serving_module
 from hotlap.script.feed.device_copies import DeviceCopies
-from hotlap.script.feed.feeds import HeldSamples, KeptSamples
+from hotlap.script.feed.held_samples import HeldSamples, KeptSamples
 from hotlap.script.feed.index_batches import IndexBatch, IndexStream, SamplerOrder, order_of
 from hotlap.script.feed.loader_proxy import LoaderProxy, why_other_batch
 
@@ -1421,7 +1422,7 @@ def test_training_is_equal_to_the_bit():
 @pytest.fixture
 def at_any_price(monkeypatch):
     """Keeping a sample takes longer than making it, of samples as small as these."""
-    monkeypatch.setattr(feeds_module, "MOST_SHARE", float("inf"))
+    monkeypatch.setattr(held_samples, "MOST_SHARE", float("inf"))
 
 
 @pytest.mark.parametrize(

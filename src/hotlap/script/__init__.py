@@ -13,11 +13,13 @@ From the first line of the script to its end:
 One step of the loop:
 
 1. `feed` brings the batch. `loader_proxy` replaces `iter(loader)`. `epoch` changes from one feed to another in the
-   middle of an epoch. `index_batches` knows the next samples without drawing twice. `feeds` holds samples and makes
-   batches of them. `device_copies` answers `.to(device)`. `evaluation_feed` does the same for evaluation loaders.
+   middle of an epoch. `index_batches` knows the next samples without drawing twice. `held_samples` fetches or keeps
+   samples, and `feeds` makes batches of them. `device_copies` answers `.to(device)`. `evaluation_feed` does the same
+   for evaluation loaders. `decoded_once` remembers pictures.
 2. `calls` runs the forward pass, the loss and the backward pass. `call` makes the calls of a module: by `eager`, by
    `capture` (which records `graphs` and connects them to autograd by `autograd_bridge`), or, without gradients, by
-   `evaluations`. `losses` replays the loss and copies it to the host early. `module_state` restores what trials change.
+   `evaluations`. `loss_replay` replays the loss, and `early_loss` copies it to the host early. `module_state` restores
+   what trials change.
 3. `update` runs clipping, the optimizer's step and `zero_grad`: `updates` chooses, `capture` records and replays.
 
 `compare` runs a script without and with hotlap in turns.

@@ -13,7 +13,7 @@ from hotlap.core.errors import TrainingError
 from hotlap.core.plan import Feed
 from hotlap.core.torch_private import ExceptionWrapper, LoaderIterator
 from hotlap.data.batches import Batch
-from hotlap.script.feed.feeds import KeptSamples
+from hotlap.script.feed.held_samples import KeptSamples
 from hotlap.script.feed.index_batches import IndexStream, order_of
 
 

@@ -29,13 +29,12 @@ from hotlap.script.feed.device_copies import Copy, CopyReceiver, DeviceCopies
 from hotlap.script.feed.epoch import EpochIterator, batches_ahead
 from hotlap.script.feed.feeds import (
     GatheredFeed,
-    HeldSamples,
     Iterate,
-    KeptSamples,
     LoaderClone,
     ResidentFeed,
     StreamedFeed,
 )
+from hotlap.script.feed.held_samples import HeldSamples, KeptSamples
 from hotlap.script.feed.index_batches import IndexStream, generator_of, order_of, why_not_early
 from hotlap.tuner.budget import check_allowed
 from hotlap.tuner.gates import why_unlike
