@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -180,9 +181,20 @@ def test_a_script_that_waits_for_all_of_its_children_disturbs_nothing():
     assert torch.equal(background.columns[0], torch.arange(TOTAL))
 
 
-def test_cores_are_left_to_the_training_and_its_workers(monkeypatch):
-    cores = background_fetch.read_cpu().cores
-    assert free_cores(0) == min(background_fetch.MOST_PROCESSES, cores - 1)
-    assert free_cores(cores) == 0
+@pytest.mark.parametrize(
+    ("cores", "busy", "ranks", "processes"),
+    [(16, 0, None, 15), (64, 0, None, 16), (4, 1, None, 2), (2, 0, None, 0), (4, 2, None, 0), (4, 8, None, 0)]
+    + [(16, 0, "4", 3), (16, 0, "8", 0), (16, 0, "none", 15), (16, 0, "0", 15)],
+)
+def test_cores_are_left_to_the_training_its_workers_and_other_ranks(cores, busy, ranks, processes, monkeypatch):
+    monkeypatch.setattr(background_fetch, "read_cpu", lambda: SimpleNamespace(cores=cores))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if ranks is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert free_cores(busy) == processes
+
+
+def test_a_script_that_does_not_fork_is_not_forked(monkeypatch):
+    monkeypatch.setattr(background_fetch, "read_cpu", lambda: SimpleNamespace(cores=16))
     monkeypatch.setattr(multiprocessing, "get_start_method", lambda allow_none: "spawn")
-    assert free_cores(0) == 0, "the script does not want to be forked"
+    assert free_cores(0) == 0

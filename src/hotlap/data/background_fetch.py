@@ -26,7 +26,7 @@ Fetch = Callable[[Sequence[int]], list[Tensor]]
 
 CHUNK: Final = 64
 """Samples that a process fetches at a time."""
-MOST_PROCESSES: Final = 16
+LEAST_PROCESSES, MOST_PROCESSES = 2, 16
 SPARE_CORES: Final = 1
 """Cores that are left to the training."""
 NICE: Final = 10
@@ -46,10 +46,16 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 def free_cores(busy: int) -> int:
-    """How many processes may fetch in the background beside `busy` others of this training; 0 where none can."""
+    """How many processes may fetch in the background beside `busy` others of this training; 0 where it does not pay.
+
+    One alone is no faster than the training's own process, which keeps samples as they pass.
+    """
     if sys.platform != "linux" or multiprocessing.get_start_method(allow_none=True) not in (None, "fork"):
         return 0
-    return max(0, min(MOST_PROCESSES, read_cpu().cores - SPARE_CORES - busy))
+    beside = os.environ.get("LOCAL_WORLD_SIZE", "")  # processes that torchrun has started on this machine
+    cores = read_cpu().cores // max(1, int(beside) if beside.isdecimal() else 1)
+    found = min(MOST_PROCESSES, cores - SPARE_CORES - busy)
+    return found if found >= LEAST_PROCESSES else 0
 
 
 def processes_for(device: torch.device, alone_s: float, busy: int = 0) -> int:
