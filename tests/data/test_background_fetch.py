@@ -183,8 +183,18 @@ def test_a_script_that_waits_for_all_of_its_children_disturbs_nothing():
 
 @pytest.mark.parametrize(
     ("cores", "busy", "ranks", "processes"),
-    [(16, 0, None, 15), (64, 0, None, 16), (4, 1, None, 2), (2, 0, None, 0), (4, 2, None, 0), (4, 8, None, 0)]
-    + [(16, 0, "4", 3), (16, 0, "8", 0), (16, 0, "none", 15), (16, 0, "0", 15)],
+    [
+        (16, 0, None, 15),
+        (64, 0, None, 16),
+        (4, 1, None, 2),
+        (2, 0, None, 0),
+        (4, 2, None, 0),
+        (4, 8, None, 0),
+        (16, 0, "4", 3),
+        (16, 0, "8", 0),
+        (16, 0, "none", 15),
+        (16, 0, "0", 15),
+    ],
 )
 def test_cores_are_left_to_the_training_its_workers_and_other_ranks(cores, busy, ranks, processes, monkeypatch):
     monkeypatch.setattr(background_fetch, "read_cpu", lambda: SimpleNamespace(cores=cores))
