@@ -228,10 +228,10 @@ def test_boosters_at_once_are_kept_where_they_are_faster_and_rejected_where_not(
     four_cores(monkeypatch)
     run = fitted(tmp_path, job_of(library, rounds=80), "auto")
     tried = {entry.what: entry for entry in run.ledger if entry.kind == "move"}
-    assert tried["4 boosters at once, 1 thread each"].outcome == ("kept" if faster else "rejected")
+    assert tried["4 boosters at once with 1 thread each"].outcome == ("kept" if faster else "rejected")
     assert run.plan.at_once == (4 if faster else 1)
     assert run.plan.threads == (1 if faster else 4)
-    assert "ratio" in tried["4 boosters at once, 1 thread each"].figures
+    assert "ratio" in tried["4 boosters at once with 1 thread each"].figures
     plain = fitted(tmp_path, job_of(library, rounds=80), {"threads": 1}, "plain")
     assert np.array_equal(run.predict(X), plain.predict(X))
     assert "boosters at once" in run.summary()

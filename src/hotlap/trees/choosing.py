@@ -58,7 +58,7 @@ def rivals(job: TreeJob, *, cores: int) -> list[Rival]:
     for count in threads:
         at_once = min(cores // count, job.targets)
         if at_once > 1:
-            words = f"{at_once} boosters at once, {_threads(count)} each"
+            words = f"{at_once} boosters at once with {_threads(count)} each"
             found.append(Rival(what=words, changes={"threads": count, "at_once": at_once}))
     return found
 
