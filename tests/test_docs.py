@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import typer
 
+import hotlap
 from hotlap.cli import app
+from hotlap.moves import MOVES, OTHERS
 from hotlap.recipes import NAMES, recipe_named
 from hotlap.recipes.options import from_words, options_of
 
@@ -203,6 +205,20 @@ def test_every_link_leads_to_a_file_and_a_heading_that_are_there(page):
 def test_the_readme_lists_every_extra():
     listed = re.search(r"Extras: (.*?)\.\n", (ROOT / "README.md").read_text(), re.S)[1]
     assert set(re.findall(r"`(\w+)`", listed)) == set(PROJECT["project"]["optional-dependencies"]) - {"dev"}
+
+
+def test_the_page_of_the_plan_gives_the_choice_of_every_move():
+    table = re.search(r"^### Moves\n(.*?)^### ", (ROOT / "docs/plan.md").read_text(), re.M | re.S)[1]
+    named = re.findall(r"^\| (.*?) \| `", table, re.M)
+    assert sorted(named) == sorted(move.name for move in (*MOVES, *OTHERS))
+
+
+def test_the_page_of_commands_and_names_lists_all_of_them():
+    text = (ROOT / "docs/reference.md").read_text()
+    commands, names = text.partition("## From Python")[::2]
+    assert re.findall(r"^\| `hotlap (\w+)` \|", commands, re.M) == list(COMMANDS)
+    listed = set(re.findall(r"`(?:hotlap\.)?(\w+)`", names.partition("\n## ")[0]))
+    assert {*hotlap.__all__, "trees"} - {"__version__"} == listed
 
 
 def test_the_index_leads_to_every_page():
