@@ -1,6 +1,7 @@
 """Gates leave no trace: whatever a step can change is put back, or nothing is judged."""
 
 import random
+import weakref
 from collections import Counter, deque
 
 import numpy as np
@@ -191,6 +192,31 @@ def test_nothing_is_judged_where_something_could_not_be_put_back():
     assert not found.ok
     assert found.why == "model.1.rates is a generator, whose place cannot be put back"
     assert next(rig.model[1].rates) == 1.0 / 4
+
+
+def test_what_a_weak_reference_leads_to_is_held_elsewhere():
+    alive, gone = Drawing(), Drawing()
+    model = small_mlp()
+    model.others = [weakref.proxy(alive), weakref.proxy(gone)]
+    del gone
+    assert ModuleState(model, torch.device("cpu")).unknown == []
+
+
+def test_the_trainer_that_a_model_of_lightning_holds_is_left_alone(tmp_path):
+    class Trainer:
+        """Leads to files, as a progress bar does."""
+
+        __module__ = "lightning.pytorch.trainer.trainer"
+
+    model, trainer = small_mlp(), Trainer()
+    with (tmp_path / "log").open("w") as file:
+        trainer.log, trainer.losses = file, [1.0]
+        model._trainer = trainer
+        state = ModuleState(model, torch.device("cpu"))
+        assert state.unknown == []
+        with state:
+            trainer.losses.append(2.0)
+    assert trainer.losses == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("fused", [False, True])

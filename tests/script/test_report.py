@@ -67,9 +67,9 @@ def test_a_script_without_a_training_is_left_as_it_was():
 
 def test_moves_that_did_not_help_are_counted():
     rejected = ledger_of(BASELINE, ("fused optimizer", "rejected", {}), ("bf16", "rejected", {}))
-    assert headline([rejected], 60.0) == "left as it was: 2 moves tried, because none of them helped"
+    assert headline([rejected], 60.0) == "left as it was: 2 moves tried, and none of them helped"
     cut = ledger_of(BASELINE, ("fused optimizer", "undecided", {}))
-    assert headline([cut], 60.0) == "left as it was: 1 move tried, because the run ended before a gain was shown"
+    assert headline([cut], 60.0) == "left as it was: 1 move tried, but the run ended before a gain was shown"
 
 
 def test_trials_that_cost_too_much_are_named_with_the_option_that_pays_for_them():

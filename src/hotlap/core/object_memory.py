@@ -11,6 +11,7 @@ import inspect
 import pickle
 import random
 import types
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -45,6 +46,8 @@ _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rand
 _DATA = (DataLoader, LoaderIterator, Dataset)
 _LEFT_ALONE = (types.ModuleType, *_DATA, LRScheduler, torch.device, torch.dtype, np.dtype, BaseException)
 _HARMLESS = ("_thread", "threading", "logging", "weakref", "_weakref", "typing", "abc", "pathlib", "enum", "datetime")
+_TRAINERS = ("lightning", "pytorch_lightning", "lightning_fabric")
+"""Packages whose objects drive trainings. A model that holds its trainer leads to progress bars, threads and files."""
 
 
 @dataclass(slots=True)
@@ -86,13 +89,14 @@ class Walk:
             self._value((name,), root)
 
     def _slot(self, path: Path, holder: Any, key: Any, value: Any) -> None:
-        self.slots.append(Slot(path, holder, key, value))
-        self._value(path, value)
+        if type(value) not in weakref.ProxyTypes:  # its object may be gone
+            self.slots.append(Slot(path, holder, key, value))
+            self._value(path, value)
 
     def _value(self, path: Path, value: Any) -> None:
         kind = type(value)
-        if kind in _PLAIN or id(value) in self._own or id(value) in self._seen:
-            return
+        if kind in _PLAIN or kind in weakref.ProxyTypes or id(value) in self._own or id(value) in self._seen:
+            return  # what a weak reference leads to is held elsewhere
         if isinstance(value, _LEFT_ALONE) or (isinstance(value, type) and not is_users(value.__module__)):
             return
         if len(path) > MOST_DEPTH or kind.__module__.startswith("hotlap."):
@@ -123,6 +127,8 @@ class Walk:
             bound = getattr(value, "__self__", None)
             if bound is not None:
                 self._value((*path, "self"), bound)
+        elif kind.__module__.partition(".")[0] in _TRAINERS:
+            return
         elif hasattr(kind, "__next__"):
             self._refuse(path, f"is a {kind.__name__}, whose place cannot be put back")
         elif kind.__module__.partition(".")[0] not in _HARMLESS:

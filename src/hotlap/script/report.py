@@ -213,8 +213,8 @@ def _why_left(found: Sequence[Row]) -> str:
     unpaid = [row for row in found if row.outcome == "not tried" and row.needs_s is not None]
     if tried:
         is_cut = any(row.outcome == "undecided" for row in judged)
-        why = "the run ended before a gain was shown" if is_cut else "none of them helped"
-        return f"{len(tried)} move{'s' if len(tried) > 1 else ''} tried, because {why}"
+        result = "but the run ended before a gain was shown" if is_cut else "and none of them helped"
+        return f"{len(tried)} move{'s' if len(tried) > 1 else ''} tried, {result}"
     if unpaid:
         first = unpaid[0]
         return f"nothing was tried, because trials would cost more than the time allowed: {first.what}, {first.why}"
