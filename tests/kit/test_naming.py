@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from hotlap import Job
 from hotlap.cli import app
 from hotlap.core.errors import HotlapError
-from hotlap.kit.calls import named
+from hotlap.kit.calls import named, named_job
 
 JOBS = """
 import torch
@@ -95,6 +95,11 @@ def test_a_name_that_gives_no_job_is_refused_when_the_job_is_made(folder, name, 
     with pytest.raises(HotlapError, match=said) as refused:
         named([name]).make_job()
     assert "\n" not in str(refused.value)
+
+
+def test_a_script_is_no_job_and_the_command_for_scripts_is_named():
+    with pytest.raises(HotlapError, match=r"'train\.py' is a script; .*hotlap run"):
+        named_job("train.py")
 
 
 def test_an_attribute_that_a_module_lacks_while_it_is_made_is_not_taken_for_the_job(folder):

@@ -260,7 +260,12 @@ PLAIN = ("title", "packaging", "days", "price")
 @pytest.mark.parametrize(
     ("head", "change", "more", "said"),
     [
-        (("packaging", "days", "price"), {}, {}, "which column of .* holds the text"),
+        (
+            ("packaging", "days", "price"),
+            {},
+            {},
+            "which column of .* holds the text.*; for a table without texts, use hotlap.trees",
+        ),
         (PLAIN, {"price": lambda at, one: f"${one}"}, {}, r"the target 'price' is text, as '\$.*give numbers"),
         (PLAIN, {"price": lambda at, one: ""}, {}, "the target 'price' has no values"),
         (PLAIN, {"price": lambda at, one: "" if at == 3 else one}, {}, "'price' is missing in 1 of 60 rows .row 4"),

@@ -149,6 +149,8 @@ def named(words: Sequence[str], *, say: Say = silent) -> Named:
 def named_job(name: str) -> Job:
     """The Job `module:job`, seen from the current folder, or the Job that a function of that name returns."""
     module, _, attribute = name.partition(":")
+    if module.endswith(".py") and not attribute:
+        raise UsageError(f"{name!r:.60} is a script; give a job as module:job, or run the script with: hotlap run")
     if module.endswith(".py") or not all(word.isidentifier() for word in (*module.split("."), attribute)):
         raise UsageError(f"{name!r:.60} is no module:job; name a module in this folder, as train:job{_meant(name)}")
     if str(Path.cwd()) not in sys.path:

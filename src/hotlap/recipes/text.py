@@ -101,8 +101,9 @@ class TextRecipe(TabularRecipe):
                 "single words, as ids are; name it with --text if it is text"
             )
         if not 1 <= len(read) <= self.options.MOST_TEXTS:
+            other = "" if read else "; for a table without texts, use hotlap.trees"
             raise DataError(
-                f"which column of {table.path} holds the text? Say --text; there are {named_columns(table)}"
+                f"which column of {table.path} holds the text? Say --text; there are {named_columns(table)}{other}"
             )
         others = [name for name, column in table.columns.items() if column.kind == "category" and name not in used]
         if read == ids and others:
