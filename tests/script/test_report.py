@@ -30,6 +30,9 @@ def kept(saved_s, cost_s=2.0):
     return ledger_of(BASELINE, ("fused optimizer", "kept", {}), ("tuned", "chosen", figures), plan=FOUND)
 
 
+UNFOUND = "left as it was: no training found, because the script's main process made too few weight updates"
+
+
 def test_a_gain_is_told_in_seconds_of_the_whole_script():
     assert headline([kept(97.0)], 61.0) == "2.6x as fast: 61 s instead of about 158 s"
     assert headline([kept(5.0)], 50.0) == "1.10x as fast: 50 s instead of about 55 s"
@@ -62,7 +65,7 @@ def test_under_a_chosen_plan_what_is_kept_beside_it_is_named():
 
 
 def test_a_script_without_a_training_is_left_as_it_was():
-    assert headline([], 5.0) == "left as it was: no training found, because the script made too few weight updates"
+    assert headline([], 5.0) == UNFOUND
 
 
 def test_moves_that_did_not_help_are_counted():
@@ -119,7 +122,7 @@ def test_it_is_the_first_line_and_a_field_of_the_json(as_json, capsys, tmp_path,
     Report(name="train.py", out=tmp_path, as_json=as_json).tell()
     out = capsys.readouterr().out
     told = json.loads(out)["headline"] if as_json else out.removeprefix("hotlap: ").rstrip("\n")
-    assert told == "left as it was: no training found, because the script made too few weight updates"
+    assert told == UNFOUND
 
 
 def test_a_fault_of_hotlaps_comes_first_where_nothing_was_gained(capsys, tmp_path):

@@ -108,7 +108,7 @@ class Report:
         if len(trainings) > MOST_LISTED:
             found.append(f"and {len(trainings) - MOST_LISTED} more trainings")
         if not trainings and not self._faults and not self._refusals:
-            found.append("no training found: the script made too few weight updates")
+            found.append("no training found: the script's main process made too few weight updates")
         found += [f"hotlap leaves the script alone: {reason}" for reason in self._refusals]
         found += [f"hotlap failed: {fault}; the script continued without it" for fault in self._faults]
         return found
@@ -158,7 +158,7 @@ def headline(ledgers: Sequence[Ledger], took_s: float, *, start_s: float = 0.0, 
     seconds that hotlap took to start are not part of it.
     """
     if not ledgers:
-        return "left as it was: no training found, because the script made too few weight updates"
+        return "left as it was: no training found, because the script's main process made too few weight updates"
     if is_fixed:
         kept = [row.what for ledger in ledgers for row in rows(ledger) if row.outcome == "kept"]
         changed = ", ".join(filter(None, (_changed(ledgers), *kept)))

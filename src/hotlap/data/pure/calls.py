@@ -527,6 +527,16 @@ def _call_pad_sequence(follows: Calls, given: Arguments) -> Value:
     return NEW
 
 
+def _call_load(follows: Calls, given: Arguments) -> Value:
+    """`torch.load` reads a file and nothing more, unless the file may bring code."""
+    safely = single(given.names.get("weights_only", concrete(True))) is True and not given.more
+    if not safely or "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD" in os.environ:
+        raise RefusedError("loads a file that may bring code")
+    follows.plain(given.all, "loads with")
+    follows.reads_files = True
+    return NEW
+
+
 def _special() -> dict[Any, Callable[[Calls, Arguments], Value]]:
     return {
         len: _call_len,
@@ -561,6 +571,7 @@ def _special() -> dict[Any, Callable[[Calls, Arguments], Value]]:
         get_worker_info: _call_worker_info,
         rnn.pad_sequence: _call_pad_sequence,
         os.getenv: _call_getenv,
+        torch.load: _call_load,
     }
 
 
