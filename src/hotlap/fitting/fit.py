@@ -120,11 +120,7 @@ def fit(
     """
     global _calls
     limit = None if finish_in is None else TimeLimit.of(finish_in)
-    if unnamed or not isinstance(job, Job):
-        given = ", ".join(type(value).__name__ for value in (job, *unnamed))
-        raise JobError(
-            [f"fit takes one Job, not ({given}): fit(Job(model=model, data=(x, y), loss=…, optimizer=…, …))"]
-        )
+    _check_job(job, unnamed)
     _calls += 1
     device = machine.choose_device(job.device, require_gpu=require_gpu)
     if (reason := why_no_gradients()) is not None:
@@ -132,12 +128,7 @@ def fit(
     if resume is None:
         resume = asked_by_command(_calls)
     chosen = _chosen_plan(plan) if plan is not None or resume is None else _plan_of_run(resume)
-    if tune_s is not None and not (isinstance(tune_s, (int, float)) and tune_s >= 0):
-        raise PlanError(f"tune_s={shown(tune_s)} must be a number of seconds, 0 or more")
-    if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
-        raise PlanError(f"repeats={shown(repeats)} must be a whole number, 1 or more")
-    if resume is not None and out is not None and Path(out).resolve() != Path(resume).resolve():
-        raise StoreError(f"both out={str(out)!r} and resume={str(resume)!r} are given; a resumed run keeps its folder")
+    _check_settings(tune_s, repeats, out, resume)
     console = open_console(progress)
     dataset = training_dataset(job, workers=machine.workers_wanted(), on_gpu=device.type == "cuda")
     randomness = Randomness(device)
@@ -166,9 +157,8 @@ def fit(
             # The folder is made last: a job that cannot run leaves none behind.
             session = RunSession(RunFolder.create(out, type(job.model).__name__), task)
             state = begin(task, session, started)
-            if kept is not None and kept.unknown:
-                more = f" (and {len(kept.unknown) - 1} more)" if len(kept.unknown) > 1 else ""
-                task.voice.say(f"note   reuse: trained anew and not kept, since {kept.unknown[0]}{more}")
+            if kept is not None and kept.why_not is not None:
+                task.voice.say(f"note   reuse: trained anew and not kept, since {kept.why_not}")
             if kept is not None and (found := kept.load()) is not None:
                 return from_cache(task, session, state, found)
         run = finish(task, session, state, stopped=train(task, session, state))
@@ -180,6 +170,23 @@ def fit(
         if task is not None:
             _let_go(task, session)
         randomness.restore()
+
+
+def _check_job(job: object, unnamed: Sequence[object]) -> None:
+    if unnamed or not isinstance(job, Job):
+        given = ", ".join(type(value).__name__ for value in (job, *unnamed))
+        raise JobError(
+            [f"fit takes one Job, not ({given}): fit(Job(model=model, data=(x, y), loss=…, optimizer=…, …))"]
+        )
+
+
+def _check_settings(tune_s: object, repeats: object, out: str | Path | None, resume: str | Path | None) -> None:
+    if tune_s is not None and not (isinstance(tune_s, (int, float)) and tune_s >= 0):
+        raise PlanError(f"tune_s={shown(tune_s)} must be a number of seconds, 0 or more")
+    if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
+        raise PlanError(f"repeats={shown(repeats)} must be a whole number, 1 or more")
+    if resume is not None and out is not None and Path(out).resolve() != Path(resume).resolve():
+        raise StoreError(f"both out={str(out)!r} and resume={str(resume)!r} are given; a resumed run keeps its folder")
 
 
 def _chosen_plan(plan: Plan | Found | Mapping[str, Any] | str | Path | None) -> Chosen:
@@ -233,6 +240,12 @@ class CachedModel:
         """What decides this training and cannot be known, a line each; with one, nothing is loaded and nothing kept."""
         everything = {**identity, "plan": rig.plan.to_dict(), "how": how, "whole": whole}
         self._key = model_key(everything, {k: v.detach().cpu() for k, v in trained_tensors(rig).items()})
+
+    @property
+    def why_not(self) -> str | None:
+        """Why the model can be neither loaded nor kept; None if it can."""
+        more = f" (and {len(self.unknown) - 1} more)" if len(self.unknown) > 1 else ""
+        return f"{self.unknown[0]}{more}" if self.unknown else None
 
     def load(self) -> dict[str, Any] | None:
         """Put the model's weights in place and tell how it was trained, or None where it never was."""
