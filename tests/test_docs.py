@@ -209,8 +209,8 @@ def test_the_readme_lists_every_extra():
 
 def test_the_page_of_the_plan_gives_the_choice_of_every_move():
     table = re.search(r"^### Moves\n(.*?)^### ", (ROOT / "docs/plan.md").read_text(), re.M | re.S)[1]
-    named = re.findall(r"^\| (.*?) \| `", table, re.M)
-    assert sorted(named) == sorted(move.name for move in (*MOVES, *OTHERS))
+    named = re.findall(r"^\| ([^|]+) \| `([^`]+)` \| .*`", table, re.M)
+    assert sorted(named) == sorted((move.name, move.word) for move in (*MOVES, *OTHERS))
 
 
 def test_the_page_of_commands_and_names_lists_all_of_them():

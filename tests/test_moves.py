@@ -8,10 +8,12 @@ from plain import class_data, parameters_of, plain_loop, small_mlp, twins
 from torch import nn
 
 from hotlap import Job, Plan, Rig, fit, moves
+from hotlap.core.errors import PlanError
 from hotlap.core.ledger import Ledger
+from hotlap.core.tricks import MOVE_WORDS
 from hotlap.machine import DtypeFact, Support
 from hotlap.monitor.bound import BOUNDS
-from hotlap.moves import COMPILED, DEPTHWISE, LAYOUT, MOVES, OTHERS, PRECISION, everything
+from hotlap.moves import COMPILED, DEPTHWISE, LAYOUT, LEFT_OUT, MOVES, OTHERS, PRECISION, everything
 from hotlap.script.loop_finder import Loop
 from hotlap.script.training import ScriptTraining
 
@@ -245,3 +247,45 @@ def test_everything_at_once_takes_cudnn_whatever_compiling_takes(has_bf16):
     known = [PRECISION, LAYOUT]
     assert everything(rig, Plan(), known).plan.numerics.depthwise == "direct"
     assert everything(rig, Plan(), [*known, DEPTHWISE]).plan.numerics.depthwise == "library"
+
+
+def test_each_move_has_a_short_name_of_its_own():
+    assert sorted(move.word for move in (*MOVES, *OTHERS)) == sorted(MOVE_WORDS)
+
+
+@pytest.mark.parametrize("move", [*MOVES, *OTHERS], ids=lambda move: move.word)
+def test_a_move_is_left_out_where_the_plan_names_it(move):
+    rig = rig_of(small_mlp(dtype=torch.float32))
+    others = [one.word for one in (*MOVES, *OTHERS) if one is not move]
+    assert move.proposed(Plan().but(without=[move.word]), rig) == LEFT_OUT
+    assert move.proposed(Plan().but(without=others), rig) != LEFT_OUT
+    everything_else = everything(rig, Plan().but(without=[move.word]), [move])
+    assert everything_else.made == ()
+    assert everything_else.not_made == ((move, LEFT_OUT),)
+
+
+def test_fit_leaves_moves_out_whatever_chooses_the_plan(tmp_path):
+    def plans(**settings):
+        torch.manual_seed(1)
+        model = small_mlp()
+        job = Job(
+            model=model,
+            optimizer=torch.optim.AdamW(model.parameters(), lr=0.01),
+            loss=nn.CrossEntropyLoss(),
+            data=class_data(64),
+            batch_size=8,
+            epochs=2,
+        )
+        out = tmp_path / str(len(list(tmp_path.iterdir())))
+        return fit(job, out=out, progress=False, **settings)
+
+    assert plans(plan="max").plan.numerics.optimizer == "fused"
+    for plan in ("max", "auto", "off", {"precision": "fp32"}):
+        run = plans(plan=plan, without=["fused"])
+        assert run.plan.execution.without == ("fused",)
+        assert run.plan.numerics.optimizer == "plain"
+    run = plans(plan="max", without=["fused"])
+    assert next(entry.why for entry in run.ledger if entry.what == "fused optimizer") == LEFT_OUT
+    for wrong in ("fused", ["fuse"]):
+        with pytest.raises(PlanError, match=r"execution\.without"):
+            plans(without=wrong)

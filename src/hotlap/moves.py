@@ -19,6 +19,8 @@ from hotlap.engine.layout import why_not_channels_last
 from hotlap.engine.protocol import TunableTraining
 from hotlap.machine.limits import read_cpu
 
+LEFT_OUT = "left out, as asked"
+"""Why a move is not made that `without` names."""
 NO_SETUP_S = 0.02
 """Seconds that changing the plan takes by itself, about."""
 STEPS, LONGER_STEPS = 8, 32
@@ -43,10 +45,12 @@ class Move:
 
     name: str
     """Its name in the table and the ledger."""
+    word: str
+    """Its short name in `MOVE_WORDS`, by which a plan leaves it out."""
     kind: str
     """What it changes besides the time: `A` rounding only, `B` precision."""
     propose: Callable[[Plan, TunableTraining], Plan | str]
-    """The plan with the change, or why there is nothing to change. `supports` then tells whether the rig can obey."""
+    """What `proposed` gives where the plan does not leave the move out."""
     setup_s: Callable[[Plan, TunableTraining], float] = lambda plan, rig: NO_SETUP_S
     """Seconds until the changed plan is at its pace, about."""
     helps: tuple[str, ...] = ()
@@ -63,12 +67,16 @@ class Move:
     """`needed`: it shows most in short runs, so a glance without it is worth nothing. `stays`: a glance takes it
     wherever it can be made. Empty: a glance leaves it out where it is too dear."""
 
+    def proposed(self, plan: Plan, rig: TunableTraining) -> Plan | str:
+        """The plan with the change, or why there is nothing to change. `supports` tells whether the rig can obey."""
+        return LEFT_OUT if self.word in plan.execution.without else self.propose(plan, rig)
+
 
 def _fused(plan: Plan, rig: TunableTraining) -> Plan | str:
     return "the optimizer is fused already" if plan.numerics.optimizer == "fused" else plan.but(optimizer="fused")
 
 
-FUSED = Move(name="fused optimizer", kind="A", propose=_fused, helps=("launching", "memory traffic"))
+FUSED = Move(name="fused optimizer", word="fused", kind="A", propose=_fused, helps=("launching", "memory traffic"))
 
 
 # --- feeds -------------------------------------------------------------------------------------------
@@ -112,16 +120,35 @@ def _workers(plan: Plan, rig: TunableTraining) -> Plan | str:
 
 
 RESIDENT = Move(
-    name="data held on the device", kind="A", propose=_resident, setup_s=_holding_s, helps=("feeding",), feeds="held"
+    name="data held on the device",
+    word="held-data",
+    kind="A",
+    propose=_resident,
+    setup_s=_holding_s,
+    helps=("feeding",),
+    feeds="held",
 )
 STREAM = Move(
-    name="batches copied ahead", kind="A", propose=_stream, setup_s=_holding_s, helps=("feeding",), feeds="held"
+    name="batches copied ahead",
+    word="copied-ahead",
+    kind="A",
+    propose=_stream,
+    setup_s=_holding_s,
+    helps=("feeding",),
+    feeds="held",
 )
 GATHER = Move(
-    name="batches indexed as a whole", kind="A", propose=_gather, setup_s=_holding_s, helps=("feeding",), feeds="held"
+    name="batches indexed as a whole",
+    word="gathered",
+    kind="A",
+    propose=_gather,
+    setup_s=_holding_s,
+    helps=("feeding",),
+    feeds="held",
 )
 WORKERS = Move(
     name="workers that fetch ahead",
+    word="workers",
     kind="A",
     propose=_workers,
     setup_s=lambda plan, rig: WORKER_S * plan.feed.workers,
@@ -172,6 +199,7 @@ def _depthwise(plan: Plan, rig: TunableTraining) -> Plan | str:
 
 PRECISION = Move(
     name="16-bit precision",
+    word="16-bit",
     kind="B",
     propose=_precision,
     setup_s=lambda plan, rig: 0.3 if rig.device.type == "cuda" else 0.02,
@@ -179,10 +207,18 @@ PRECISION = Move(
     is_paired=True,
     at_a_glance="needed",
 )
-TF32 = Move(name="TF32", kind="B", propose=_tf32, helps=("arithmetic", "memory traffic"))
-LAYOUT = Move(name="channels last", kind="A", propose=_layout, helps=("arithmetic", "memory traffic"), is_paired=True)
+TF32 = Move(name="TF32", word="tf32", kind="B", propose=_tf32, helps=("arithmetic", "memory traffic"))
+LAYOUT = Move(
+    name="channels last",
+    word="channels-last",
+    kind="A",
+    propose=_layout,
+    helps=("arithmetic", "memory traffic"),
+    is_paired=True,
+)
 DEPTHWISE = Move(
     name="depthwise convolutions by cuDNN",
+    word="cudnn-depthwise",
     kind="A",
     propose=_depthwise,
     setup_s=lambda plan, rig: DEPTHWISE_S * depthwise_kinds(rig.modules),
@@ -252,10 +288,16 @@ def _compiling_s(plan: Plan, rig: TunableTraining) -> float:
 
 
 AUTOTUNE = Move(
-    name="cuDNN autotuned", kind="A", propose=_autotune, setup_s=lambda plan, rig: 1.0, helps=("arithmetic",)
+    name="cuDNN autotuned",
+    word="autotuned",
+    kind="A",
+    propose=_autotune,
+    setup_s=lambda plan, rig: 1.0,
+    helps=("arithmetic",),
 )
 CAPTURED = Move(
     name="whole step captured",
+    word="captured",
     kind="A",
     propose=_captured,
     setup_s=lambda plan, rig: 0.3,
@@ -264,6 +306,7 @@ CAPTURED = Move(
 )
 LONGER = Move(
     name=f"{LONGER_STEPS} steps a replay",
+    word="longer-replays",
     kind="A",
     propose=_longer,
     setup_s=lambda plan, rig: 0.5,
@@ -271,6 +314,7 @@ LONGER = Move(
 )
 COMPILED = Move(
     name="torch.compile",
+    word="compiled",
     kind="A",
     propose=_compiled,
     setup_s=_compiling_s,
@@ -307,7 +351,7 @@ def everything(rig: TunableTraining, plan: Plan | None = None, moves: Sequence[M
         return found if found.plan.feed.kind != "loader" else everything(rig, plan, (*MOVES, WORKERS))
     plan, made, not_made = plan or rig.plan, [], []
     for move in moves:
-        proposed = move.propose(plan, rig)
+        proposed = move.proposed(plan, rig)
         reason = proposed if isinstance(proposed, str) else rig.supports(proposed)
         if isinstance(proposed, str) or reason:
             not_made.append((move, str(reason)))

@@ -210,7 +210,7 @@ def test_what_is_asked_for_reaches_the_session(home, asked, monkeypatch):
         (["--plan", "off", "--json", "train.py"], "--plan off leaves the script alone; drop --json"),
         (["--compare", "--json", "train.py"], "--compare prints no JSON; drop --json"),
         (["--off", "--without", "early-item", "a.py"], "--off leaves the script alone; drop --without"),
-        (["--without", "early", "train.py"], f"--without early: unknown trick; use {', '.join(TRICKS)}"),
+        (["--without", "early", "train.py"], f"--without early: unknown name; use {', '.join(TRICKS)}"),
         (["gone.py"], "there is no file 'gone.py'"),
         (["--plan", "gone", "train.py"], "unknown plan 'gone': use auto, off, max, a plan file or a run folder"),
         (["--off", "gone.py"], "there is no file 'gone.py'"),

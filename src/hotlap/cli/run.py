@@ -53,7 +53,9 @@ def run(
         None, min=0.0, metavar="SECONDS", help="Most seconds that tuning may cost; by default a small share of the run."
     ),
     without: list[str] = typer.Option(
-        [], metavar="NAME", help="Leave out one trick of hotlap; may be repeated. `--without '?'` lists them."
+        [],
+        metavar="NAME",
+        help="Leave out a move or trick, such as 16-bit; may be repeated. `--without '?'` lists them.",
     ),
     as_json: bool = typer.Option(False, "--json", help="Print the figures at the end as JSON, on stderr."),
 ) -> None:
@@ -83,7 +85,7 @@ def run(
         _refuse("--compare prints no JSON; drop --json")
     unknown = [name for name in without if name not in TRICKS]
     if unknown:
-        _refuse(f"--without {unknown[0]}: unknown trick; use {', '.join(TRICKS)}")
+        _refuse(f"--without {unknown[0]}: unknown name; use {', '.join(TRICKS)}")
     target = running.Target(args=script[1:], **{"module" if module else "path": script[0]})
     seed = _seed()
     wanted = "off" if off else plan or os.environ.get("HOTLAP_PLAN") or "auto"

@@ -137,7 +137,7 @@ class Execution:
     compile: str = "no"
     """`no`: the model as it is; `model`: all of it by torch.compile; `blocks`: each of the blocks that it repeats."""
     without: tuple[str, ...] = ()
-    """Tricks of `hotlap run` to leave out, by their names in `TRICKS`. May be given in any order, and as a list."""
+    """Moves and tricks to leave out, by their names in `TRICKS`. May be given in any order, and as a list."""
 
     def __post_init__(self) -> None:
         wrong = [

@@ -1,6 +1,6 @@
-"""Optimisations beside the choices of a plan. Each has a name, by which `execution.without` leaves it out.
+"""Optimisations, each with a name by which `execution.without` leaves it out: moves, and tricks beside them.
 
-This is the one table of them. `hotlap run --without`, plan files and `fit(plan={"without": [...]})` all take its names.
+This is the one table of them. `hotlap run --without`, plan files and `fit(without=[...])` all take its names.
 """
 
 from __future__ import annotations
@@ -63,7 +63,26 @@ STEP_TRICKS: Final[Mapping[str, str]] = MappingProxyType(
 )
 """What the steps of `fit` and `Rig` do. All but attention-masks work under a captured plan alone."""
 
-TRICKS: Final[Mapping[str, str]] = MappingProxyType({**RUN_TRICKS, **STEP_TRICKS})
+MOVE_WORDS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "fused": "The optimizer updates all weights with one kernel.",
+        "held-data": "All data is held on the GPU.",
+        "copied-ahead": "The next batch is copied to the GPU while the GPU computes.",
+        "gathered": "Batches are indexed as a whole in memory, not sample by sample.",
+        "workers": "Processes fetch the next batches.",
+        "16-bit": "Products and convolutions are computed in bf16, or fp16 with a scaled loss.",
+        "tf32": "Products and convolutions round their factors to TF32.",
+        "channels-last": "Images lie in memory with their channels last.",
+        "autotuned": "cuDNN times its convolutions and keeps the fastest.",
+        "captured": "The GPU replays a recorded step.",
+        "longer-replays": "A replay holds 32 updates in place of 8.",
+        "cudnn-depthwise": "cuDNN computes depthwise convolutions, in place of kernels of hotlap.",
+        "compiled": "torch.compile compiles the model.",
+    }
+)
+"""What each move does, by a short name."""
+
+TRICKS: Final[Mapping[str, str]] = MappingProxyType({**MOVE_WORDS, **RUN_TRICKS, **STEP_TRICKS})
 """What each of them does, in one sentence."""
 
 FIT_TRICKS: Final = frozenset({*STEP_TRICKS, REPLAYED_EVALUATION})

@@ -21,7 +21,7 @@ from hotlap.core.job_checks import is_whole, metric_problems
 from hotlap.core.ledger import Entry, Ledger
 from hotlap.core.plan import MOST_REPLAY_STEPS, PARTS, Feed, Plan
 from hotlap.core.torch_private import BatchNormBase
-from hotlap.core.tricks import FIT_TRICKS
+from hotlap.core.tricks import FIT_TRICKS, MOVE_WORDS
 from hotlap.data.batches import Batch, count_samples, cut
 from hotlap.data.dataset import OrderedDataset, training_dataset
 from hotlap.data.feeds import why_not
@@ -170,7 +170,7 @@ class Rig:
     def supports(self, plan: Plan) -> str | None:
         """Why the plan cannot be obeyed here, or None where it can."""
         feed, numerics = plan.feed, plan.numerics
-        foreign = [name for name in plan.execution.without if name not in FIT_TRICKS]
+        foreign = [name for name in plan.execution.without if name not in (*FIT_TRICKS, *MOVE_WORDS)]
         if foreign:
             return f"execution.without={foreign} is for scripts under `hotlap run` alone"
         if self._cursor is not None:

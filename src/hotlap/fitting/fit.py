@@ -70,6 +70,7 @@ def fit(
     tune_s: float | None = None,
     finish_in: float | str | TimeLimit | None = None,
     repeats: int = 1,
+    without: Sequence[str] = (),
     out: str | Path | None = None,
     resume: str | Path | None = None,
     save_every: int | None = None,
@@ -94,6 +95,7 @@ def fit(
             these, and otherwise stops. Where validation data is given, the model then has its best weights so far.
             `Run.left_out` lists what was not trained.
         repeats: How many trainings like this one the plan will serve: tuning may cost what it saves in all of them.
+        without: Names of moves and tricks to leave out, such as ["16-bit"]; `hotlap run --without '?'` lists all.
         out: A new or empty folder for the run. None: a new one under `runs/`.
         resume: The folder of a run to go on with, as if it had never been interrupted, and under the plan it had
             unless `plan` is given. Without a checkpoint the run begins again at step 0. A run that has ended is
@@ -138,7 +140,7 @@ def fit(
     task: Task | None = None
     session: RunSession | None = None
     try:
-        task = set_up(job, dataset, chosen, device, console, save_every, tune_s, on_evaluation, limit, repeats)
+        task = set_up(job, dataset, chosen, device, console, save_every, tune_s, on_evaluation, limit, repeats, without)
         kept = CachedModel(task.identity, job, task.rig, how=task.how) if reuse else None
         if resume is not None:
             session = RunSession(RunFolder.open(resume), task)

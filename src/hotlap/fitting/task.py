@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -195,6 +195,7 @@ def set_up(
     on_evaluation: Callable[[dict[str, Any]], object] | None = None,
     limit: TimeLimit | None = None,
     repeats: int = 1,
+    without: Sequence[str] = (),
 ) -> Task:
     """Make the rig and put it under the plan; raises HotlapError where the job or the plan will not do."""
     start_s = time.perf_counter()
@@ -221,11 +222,14 @@ def set_up(
     rig.attach(dataset)
     if isinstance(job.augment, Augment) and job.augment.mixes and job.prepare is None:
         check_targets(job.augment, dataset.source)
+    if without:
+        rig.use(rig.plan.but(without=without), why="left out, as asked")
     own_plan = rig.plan
     if plan == EVERYTHING:
         _use_everything(rig)
     elif not isinstance(plan, (str, Ledger, Found)):
-        rig.use(plan if isinstance(plan, Plan) else rig.plan.but(**plan), why="given")
+        chosen = plan if isinstance(plan, Plan) else rig.plan.but(**plan)
+        rig.use(chosen.but(without=(*chosen.execution.without, *without)), why="given")
     return Task(
         job=job,
         dataset=dataset,

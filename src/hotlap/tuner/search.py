@@ -18,7 +18,7 @@ import torch
 from hotlap.core.plan import Plan
 from hotlap.core.units import show_about, show_seconds
 from hotlap.engine.protocol import TunableTraining
-from hotlap.moves import MOVES, OTHERS, Move, everything
+from hotlap.moves import LEFT_OUT, MOVES, OTHERS, Move, everything
 from hotlap.tuner.budget import SHARE, Budget, Length, SpentError
 from hotlap.tuner.gates import Judge
 from hotlap.tuner.known import Found, KnownPlans
@@ -194,7 +194,7 @@ class Search:
 
     def _narrowed(self) -> Plan | None:
         """The plan in the precision that a glance is about; None where there is none."""
-        proposed = [move.propose(self.plan, self._rig) for move in MOVES if move.at_a_glance == "needed"]
+        proposed = [move.proposed(self.plan, self._rig) for move in MOVES if move.at_a_glance == "needed"]
         return next((plan for plan in proposed if not isinstance(plan, str)), None)
 
     def _pace_of_user(self) -> Laps:
@@ -525,11 +525,11 @@ class Search:
         return doubt
 
     def _try(self, move: Move, *, last: bool = False) -> Laps:
-        proposed = move.propose(self.plan, self._rig)
+        proposed = move.proposed(self.plan, self._rig)
         reason = proposed if isinstance(proposed, str) else self._rig.supports(proposed)
         if isinstance(proposed, str) or reason:
             if not move.is_rare:
-                self._trials.refuse(move, "not tried", str(reason), unfit=True)
+                self._trials.refuse(move, "not tried", str(reason), unfit=reason != LEFT_OUT)
             return
         doubt = self._doubt(move)
         if doubt is not None:

@@ -72,7 +72,7 @@ class SearchState:
 
     def why_not_worth(self, move: Move, beside_s: float = 0.0) -> Doubt | None:
         """Why a trial cannot pay, or may not be paid for beside others that take so long; None where it can."""
-        proposed = move.propose(self.plan, self._rig)
+        proposed = move.proposed(self.plan, self._rig)
         if isinstance(proposed, str):
             return Doubt(proposed)
         cost_s = (0.0 if move in self.seen else move.setup_s(proposed, self._rig)) + self.gate_s([move])
