@@ -1,17 +1,21 @@
-"""`hotlap cache`, `pack` and `unpack`: results on stdout, one line on stderr where something is refused."""
+"""`hotlap show`, `cache`, `pack` and `unpack`: results on stdout, one line on stderr where something is refused."""
 
 import json
 import os
 import pickle
+import shutil
 import time
 import zipfile
 
 import pytest
 import torch
+from torch import nn
 from typer.testing import CliRunner
 
+from hotlap import Job, fit
 from hotlap.cli import app
 from hotlap.core.errors import StoreError
+from hotlap.core.table import table
 from hotlap.store.cache import Cache, key_of
 
 A, B = key_of("a"), key_of("b")
@@ -111,6 +115,50 @@ def folder(tmp_path):
     (path / "plan.toml").write_text("hotlap_plan = 1\n")
     (path / "model.safetensors").write_bytes(b"x" * 100)
     return path
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The run of a short training."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    job = Job(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loss=nn.CrossEntropyLoss(),
+        data=(torch.randn(20, 3), torch.arange(20) % 2),
+        batch_size=5,
+        epochs=2,
+    )
+    return fit(job, plan="max", out=tmp_path_factory.mktemp("runs") / "short", progress=False)
+
+
+def test_an_earlier_run_is_shown_again(trained):
+    text = said("show", trained.folder)
+    assert f"plan      {trained.plan}\n" in text
+    assert f"run       {trained.folder}\n" in text
+    assert "last      step 8 · epoch 1 · " in text or "last      step 8 · epoch 2 · " in text
+    assert all(line in text for line in table(trained.ledger))
+    assert all(artefact.name in text for artefact in trained.artefacts())
+    (found,) = json.loads(said("show", trained.folder, "--json"))["runs"]
+    assert found["plan"] == trained.plan.to_dict()
+    assert found["last"]["train_loss"] == pytest.approx(trained.history[-1]["train_loss"])
+
+
+def test_a_recipes_run_is_shown_by_its_models(trained, tmp_path):
+    for name in ("models/a", "folds/1"):
+        shutil.copytree(trained.folder, tmp_path / "recipe" / name)
+    (tmp_path / "recipe" / "options.toml").write_text('recipe = "text"\n')
+    text = said("show", tmp_path / "recipe")
+    assert [line.split()[1] for line in text.splitlines() if line.startswith("run ")] == [
+        str(tmp_path / "recipe" / name) for name in ("folds/1", "models/a")
+    ]
+
+
+def test_what_is_no_run_is_not_shown(tmp_path):
+    done = CliRunner().invoke(app, ["show", str(tmp_path)])
+    assert isinstance(done.exception, StoreError)
+    assert "is not a run folder" in str(done.exception)
 
 
 def test_a_run_is_packed_beside_itself_and_unpacked(folder, tmp_path):

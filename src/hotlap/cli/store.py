@@ -1,9 +1,10 @@
-"""`hotlap cache`, `hotlap pack` and `hotlap unpack`: what hotlap keeps, and taking a run elsewhere."""
+"""`hotlap show`, `hotlap cache`, `hotlap pack` and `hotlap unpack`: what runs left, and taking one elsewhere."""
 
 from __future__ import annotations
 
 import re
 import shlex
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from hotlap.core.terminal import say
 
 if TYPE_CHECKING:
     from hotlap.store.cache import Item
+    from hotlap.store.run_folder import RunFolder
 
 cache = typer.Typer(help="List, size, verify or prune what hotlap keeps from run to run.", rich_markup_mode=None)
 
@@ -25,9 +27,64 @@ _KIND = typer.Option(None, "--kind", metavar="KIND", help="Only entries of this 
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
+    app.command("show")(show_run)
     app.command()(pack)
     app.command()(unpack)
     app.add_typer(cache, name="cache")
+
+
+def show_run(
+    run: Path = typer.Argument(metavar="RUN", help="The folder of the run."),
+    as_json: bool = _JSON,
+) -> None:
+    """Show an earlier run again: its table, plan, last figures and files.
+
+    A recipe's run has a table for each model and fold.
+    """
+    from hotlap.recipes.options import run_of
+    from hotlap.store.run_folder import RunFolder
+
+    inner = [] if (run / "plan.toml").is_file() else sorted(file.parent for file in run.glob("*/*/plan.toml"))
+    folders = [RunFolder.open(path) for path in (inner if inner and run_of(run) == run else [run])]
+    if as_json:
+        show_json({"runs": [_figures(folder) for folder in folders]}, indent=2)
+        return
+    for number, folder in enumerate(folders):
+        show(*[""] * bool(number), *_lines(folder))
+
+
+def _figures(folder: RunFolder) -> dict[str, Any]:
+    from hotlap.core.table import as_json
+
+    return {
+        "run": str(folder.path),
+        "plan": folder.read_plan().to_dict(),
+        "tuning": as_json(folder.read_ledger()),
+        "last": _last_record(folder),
+        "artefacts": [vars(artefact) for artefact in folder.artefacts()],
+    }
+
+
+def _lines(folder: RunFolder) -> list[str]:
+    from hotlap.core.table import table
+    from hotlap.core.terminal import columns
+    from hotlap.core.units import show_bytes
+
+    last = {name: value for name, value in _last_record(folder).items() if isinstance(value, (int, float))}
+    return [
+        *(table(folder.read_ledger(), columns(sys.stdout)) or ["nothing was tuned"]),
+        "",
+        f"plan      {folder.read_plan()}",
+        *([f"last      {' · '.join(f'{name} {value:.4g}' for name, value in last.items())}"] if last else []),
+        f"run       {folder.path}",
+        *(f"          {show_bytes(file.bytes):>9}  {file.name:<18} {file.what}" for file in folder.artefacts()),
+    ]
+
+
+def _last_record(folder: RunFolder) -> dict[str, Any]:
+    """The figures of the last evaluation; empty where there are none."""
+    records = folder.read_metrics() if (folder.path / "metrics.jsonl").is_file() else []
+    return records[-1] if records and isinstance(records[-1], dict) else {}
 
 
 def pack(
