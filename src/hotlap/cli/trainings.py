@@ -18,8 +18,9 @@ from hotlap.core.terminal import say
 
 if TYPE_CHECKING:
     from hotlap.core.job import Job
-    from hotlap.fitting.run import Run
+    from hotlap.fitting.run import FinishedRun
     from hotlap.store.run_folder import RunFolder
+    from hotlap.trees import TreeJob
 
 
 def register(app: typer.Typer) -> None:
@@ -113,11 +114,11 @@ def resume(
 ) -> None:
     """Go on with an interrupted run.
 
-    It goes on from the newest intact checkpoint, or from step 0 if the run has none.
+    It goes on from the newest intact checkpoint, or from step 0 if the run has none. Boosters of trees that were done
+    stay.
     """
-    from hotlap.fitting.fit import fit
     from hotlap.fitting.record import checked_words
-    from hotlap.kit.calls import named_job
+    from hotlap.kit.calls import named_training
     from hotlap.recipes.options import run_of
     from hotlap.store.run_folder import RunFolder
 
@@ -142,9 +143,21 @@ def resume(
     if training and (training[0] == "-m" or ":" not in training[0] or training[0].endswith(".py")):
         _run_script(folder, training, flags)
         return
-    job = named_job(training[0]) if training else _own_job(folder, checked_words(folder))
-    finished = fit(job, resume=run, allow_changes=flags["--allow-changes"], progress=not flags["--quiet"])
-    print_run(finished, flags["--json"])
+    job = named_training(training[0]) if training else _own_job(folder, checked_words(folder))
+    print_run(_gone_on(run, job, flags), flags["--json"])
+
+
+def _gone_on(run: Path, job: Job | TreeJob, flags: dict[str, bool]) -> FinishedRun:
+    """The training of a job, gone on with in its folder."""
+    from hotlap import trees
+    from hotlap.fitting.fit import fit
+
+    progress = not flags["--quiet"]
+    if not isinstance(job, trees.TreeJob):
+        return fit(job, resume=run, allow_changes=flags["--allow-changes"], progress=progress)
+    if flags["--allow-changes"]:
+        raise UsageError("--allow-changes does not apply to trees; train anew in another folder")
+    return trees.fit(job, resume=run, progress=progress)
 
 
 def _no_folder(run: Path) -> str:
@@ -181,7 +194,7 @@ def _is_of_a_script(folder: RunFolder) -> bool:
         return False
 
 
-def print_run(run: Run, as_json: bool) -> None:
+def print_run(run: FinishedRun, as_json: bool) -> None:
     """A run's figures on stdout; exit code 1 where something could not be written."""
     if as_json:
         show_json(run.to_dict(), indent=2)

@@ -63,6 +63,13 @@ _calls = 0
 """How often `fit` was called in this process: tells the trainings of one script apart."""
 
 
+def next_call() -> int:
+    """Count a call of `fit`, of networks or trees; its number, from 1 on."""
+    global _calls
+    _calls += 1
+    return _calls
+
+
 def fit(
     job: Job,
     *unnamed: object,
@@ -120,15 +127,14 @@ def fit(
     Raises:
         HotlapError: The job, the plan, the machine or a folder cannot be used as asked.
     """
-    global _calls
     limit = None if finish_in is None else TimeLimit.of(finish_in)
     _check_job(job, unnamed)
-    _calls += 1
+    call = next_call()
     device = machine.choose_device(job.device, require_gpu=require_gpu)
     if (reason := why_no_gradients()) is not None:
         raise TrainingError(reason)
     if resume is None:
-        resume = asked_by_command(_calls)
+        resume = asked_by_command(call)
     chosen = _chosen_plan(plan) if plan is not None or resume is None else _plan_of_run(resume)
     _check_settings(tune_s, repeats, out, resume)
     console = open_console(progress)
@@ -155,7 +161,7 @@ def fit(
                 return left
             state = left
         else:
-            started = start_record(_calls, started_by)
+            started = start_record(call, started_by)
             # The folder is made last: a job that cannot run leaves none behind.
             session = RunSession(RunFolder.create(out, type(job.model).__name__), task)
             state = begin(task, session, started)
@@ -393,8 +399,10 @@ def _go_on_from_checkpoint(
 class AnotherTrainingError(StoreError):
     """A folder holds a training that differs from the one that is to go on in it."""
 
-    def __init__(self, what: str) -> None:
-        super().__init__(f"{what}; resume it as it was, or allow the changes (allow_changes=True, --allow-changes)")
+    def __init__(
+        self, what: str, advice: str = "resume it as it was, or allow the changes (allow_changes=True, --allow-changes)"
+    ) -> None:
+        super().__init__(f"{what}; {advice}")
         self.what = what
 
 

@@ -18,6 +18,7 @@ from hotlap.kit.batch import MOST_S, BatchFound, batch_of_job, batch_of_script
 from hotlap.kit.memory import MemoryFound, memory_of_job, memory_of_script
 from hotlap.kit.workers import WorkersFound, workers_of_job, workers_of_script
 from hotlap.machine.limits import warn_if_busy
+from hotlap.trees.job import TreeJob
 
 if TYPE_CHECKING:
     from hotlap.script.running import Target
@@ -148,6 +149,14 @@ def named(words: Sequence[str], *, say: Say = silent) -> Named:
 
 def named_job(name: str) -> Job:
     """The Job `module:job`, seen from the current folder, or the Job that a function of that name returns."""
+    job = named_training(name)
+    if not isinstance(job, Job):
+        raise UsageError(f"{name} is a {type(job).__name__}, not a hotlap.Job")
+    return job
+
+
+def named_training(name: str) -> Job | TreeJob:
+    """The Job or TreeJob `module:job`, or the one that a function of that name returns."""
     module, _, attribute = name.partition(":")
     if module.endswith(".py") and not attribute:
         raise UsageError(f"{name!r:.60} is a script; give a job as module:job, or run the script with: hotlap run")
@@ -174,10 +183,9 @@ def named_job(name: str) -> Job:
         except (TypeError, ValueError):  # it takes arguments, or has no signature
             raise UsageError(f"{name} is neither a Job nor a function without arguments that returns one") from None
         found = found()
-    job = found
-    if not isinstance(job, Job):
-        raise UsageError(f"{name} is a {type(job).__name__}, not a hotlap.Job")
-    return job
+    if not isinstance(found, (Job, TreeJob)):
+        raise UsageError(f"{name} is a {type(found).__name__}, not a hotlap.Job")
+    return found
 
 
 def _not_python(error: SyntaxError) -> str:

@@ -6,10 +6,13 @@ import importlib.util
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hotlap import trees
+from hotlap.fitting.fit import AnotherTrainingError
+from hotlap.recipes.answers import command_of
 from hotlap.recipes.options import Options
 from hotlap.recipes.recipe import Trainer
 from hotlap.trees import TreeJob, TreeRun
@@ -39,10 +42,17 @@ def settings_of(options: Options, library: str, params: Mapping[str, Any]) -> di
 def train_trees(
     job: TreeJob, out: Path, trainer: Trainer, options: Options, *, share: float = 1.0, progress: bool = False
 ) -> TreeRun:
-    """Train trees in a folder, which an interrupted run may have begun, in this share of the time left."""
-    shutil.rmtree(out, ignore_errors=True)
-    plan = "off" if options.plan == "off" else "auto"
+    """Train trees in a folder, or go on where they were interrupted there, in this share of the time left."""
+    plan = "off" if options.plan == "off" else None
     limit = None if trainer.limit is None else trainer.limit.part(share)
-    run = trees.fit(job, plan=plan, out=out, reuse=trainer.reuse, finish_in=limit, progress=progress)
+    fit = partial(
+        trees.fit, job, plan=plan, reuse=trainer.reuse, finish_in=limit, progress=progress,
+        started_by=command_of(trainer.folder),
+    )  # fmt: skip
+    try:
+        run = fit(resume=out) if (out / "record.json").is_file() and (out / "plan.toml").is_file() else fit(out=out)
+    except AnotherTrainingError:  # where a deadline had cut folds, the last trees may have other rounds now
+        shutil.rmtree(out)
+        run = fit(out=out)
     trainer.left_out.extend(f"{out.name}: {line}" for line in run.left_out)
     return run

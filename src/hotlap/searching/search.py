@@ -323,11 +323,11 @@ class _Searching:
         )
 
     def grown(self, job: TreeJob, folder: Path) -> TreeRun:
-        """Train trees; where a trial was interrupted they grow anew, beside what it left."""
-        begun = len(list(folder.parent.glob(f"{folder.name}*")))
-        plan = self.tree_plan if self.tree_plan is not None else self.plan if self.plan is not None else TUNED
-        out = folder if not begun else folder.with_name(f"{folder.name}-{begun + 1}")
-        return fit_trees(job, plan=plan, out=out, progress=False)
+        """Train trees, or go on where a trial was interrupted."""
+        plan = self.tree_plan if self.tree_plan is not None else self.plan
+        is_begun = (folder / "plan.toml").is_file()
+        out, resume = (None, folder) if is_begun else (folder, None)
+        return fit_trees(job, plan=plan, out=out, resume=resume, progress=False)
 
     def judged(self, trial: Any, job: Job | TreeJob, pruned: list[str], record: dict[str, Any]) -> str | None:
         """Take in an evaluation of a trial; why it is pruned, or None."""

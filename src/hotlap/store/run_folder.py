@@ -41,6 +41,7 @@ ABOUT = {
     "checkpoints/": "to go on from: hotlap resume",
     "checkpoints.made": "says that there were checkpoints",
     "trees.json": "boosters with their targets, settings and plan",
+    "grown.jsonl": "the boosters that are done: hotlap resume",
     "boosters/": "trained trees, for plain XGBoost or LightGBM",
 }
 MOST_LEDGER_BYTES = 64 * MIB

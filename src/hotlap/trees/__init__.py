@@ -5,6 +5,7 @@
 - `libraries` is the one place that calls XGBoost and LightGBM: quantised data, boosters, files, what really ran.
 - `growing` grows boosters in laps, so many at once; `choosing` times plans on them and keeps the fastest.
 - `model` holds `TreeModel`: its files, which may be a stranger's, and its answers.
+- `saving` keeps boosters as they are done, and reads what an interrupted training has left.
 - `fit` joins them: from a `TreeJob` to a `TreeRun` and its folder.
 
 A plan changes time and never the trees. Importing this room imports neither library.

@@ -23,6 +23,7 @@ from hotlap.trees import parameters
 from hotlap.trees.growing import Crew, Grown, Growth, Watch
 from hotlap.trees.job import TreeJob, TreePlan
 from hotlap.trees.libraries import Held, answers_on_cpu, can_join
+from hotlap.trees.saving import Saver
 from hotlap.tuner.stats import Comparison, Estimate
 
 LAP_S = 0.05
@@ -74,14 +75,17 @@ def _threads(count: int) -> str:
 class Choice:
     """The plan so far, the boosters that grow under it, and what is done."""
 
-    def __init__(self, job: TreeJob, data: Held, plan: TreePlan, ledger: Ledger, watch: Watch) -> None:
-        self.job, self.plan, self.slots = job, plan, [data]
+    def __init__(self, job: TreeJob, data: Held, plan: TreePlan, ledger: Ledger, watch: Watch, saver: Saver) -> None:
+        self.job, self.plan, self.slots, self._saver = job, plan, [data], saver
         self.growths: list[Growth] = []
-        self.left = [range(target, target + 1) for target in range(job.targets)]
+        every = [range(job.targets)] if plan.joint else [range(n, n + 1) for n in range(job.targets)]
+        self.grown = [booster for booster in saver.left.grown if booster.targets in every]
+        self.left = [targets for targets in every if targets not in [booster.targets for booster in self.grown]]
         """Targets that no booster has begun."""
-        self.grown: list[Grown] = []
-        self.ran: dict[str, str] = {}
+        self.ran: dict[str, str] = saver.left.ran
         """The parameters that the library reports."""
+        self.is_found = False
+        """Whether all plans have been tried."""
         self._ledger, self._watch = ledger, watch
         self.step_s = math.nan
         """Seconds a round × target under the plan."""
@@ -110,8 +114,6 @@ class Choice:
 
     def fix(self) -> None:
         """Begin under the plan as it is."""
-        if self.plan.joint:
-            self.left = [range(self.job.targets)]
         self.plan = replace(self.plan, at_once=min(self.plan.at_once, len(self.left)))
         self.slots += [self.slots[0].copy() for _ in range(self.plan.at_once - 1)]
         self._begin(self.plan.at_once)
@@ -122,12 +124,17 @@ class Choice:
         """Grow all boosters to their end; they in the order of their targets."""
         crew = Crew(self.plan)
         try:
-            crew.finish(self.job, self.slots, self.growths, self.left, self._watch, self.grown.append)
+            crew.finish(self.job, self.slots, self.growths, self.left, self._watch, self._keep)
         finally:
             crew.close()
             for slot in self.slots:
                 slot.release()
         return sorted((booster for booster in self.grown if booster.content), key=lambda booster: booster.targets.start)
+
+    def _keep(self, booster: Grown) -> None:
+        """Take in a booster that is done, and save it."""
+        self.grown.append(booster)
+        self._saver.keep(booster, self.ran)
 
     # --- boosters --------------------------------------------------------------------------------------
 
@@ -142,7 +149,7 @@ class Choice:
         """Grow these boosters to their end and begin the next; False where none is left."""
         crew = Crew(self.plan)
         later = len(self.left)
-        crew.finish(self.job, self.slots, self.growths, (), self._watch, self.grown.append, later=later)
+        crew.finish(self.job, self.slots, self.growths, (), self._watch, self._keep, later=later)
         crew.close()
         self._begin(len(self.slots))
         return bool(self.growths) and not self._watch.is_over
@@ -258,6 +265,7 @@ class Choice:
         if math.isfinite(self.step_s):
             figures["step_s"] = self.step_s
         self._write("tuned", "chosen", "", figures, kind="tuned")
+        self.is_found = not self._watch.is_over
 
     def _write(
         self, what: str, outcome: str, why: str, figures: dict[str, float] | None = None, cost_s: float = 0.0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from hotlap.core.ledger import Entry, Ledger
 from hotlap.core.plan import Plan
 from hotlap.core.units import show_seconds
 from hotlap.fitting.deadline import TimeLimit
-from hotlap.fitting.record import start_record
+from hotlap.fitting.fit import next_call
+from hotlap.fitting.record import asked_by_command, note_gone_on, resume_words, start_record
 from hotlap.fitting.run import FinishedRun
 from hotlap.guard.signals import StopRequest
 from hotlap.store.cache import Cache, store_model, stored_model
@@ -35,12 +36,14 @@ from hotlap.trees.model import (
     BOOSTERS,
     ModelRecord,
     TreeModel,
+    load,
     read_record,
     record_of,
     settings_of,
     write_record,
 )
 from hotlap.trees.parameters import EXTRA, NEEDS, device_of
+from hotlap.trees.saving import Saver, read_left
 
 AUTO, OFF = "auto", "off"
 CLOSING, CLOSING_S, BOOSTER_S = 0.03, 0.2, 0.005
@@ -80,24 +83,30 @@ class TreeRun(FinishedRun):
 def fit(
     job: TreeJob,
     *,
-    plan: TreePlan | Mapping[str, Any] | str | Path = AUTO,
+    plan: TreePlan | Mapping[str, Any] | str | Path | None = None,
     out: str | Path | None = None,
+    resume: str | Path | None = None,
     reuse: bool = False,
     finish_in: float | str | TimeLimit | None = None,
     progress: bool = True,
+    started_by: Sequence[str] | None = None,
 ) -> TreeRun:
     """Train the boosters of a job, write the run folder, and return the TreeRun.
 
     Args:
-        plan: How to train; it changes time and never the trees. "auto": hotlap times CPU or GPU, threads, and boosters
-            at once on the training itself. "off": all cores for one booster after the other. A TreePlan, or a dict of
-            its choices, is used as it is. The folder of a run gives the plan that was found there.
+        plan: How to train; it changes time and never the trees. None or "auto": hotlap times CPU or GPU, threads, and
+            boosters at once on the training itself. "off": all cores for one booster after the other. A TreePlan, or a
+            dict of its choices, is used as it is. The folder of a run gives the plan that was found there.
         out: A new or empty folder for the run. None: a new one under `runs/`.
+        resume: The folder of a run to go on with: with its plan unless `plan` is given, and to the same trees as if it
+            had never been interrupted. Boosters that were done stay, and saved ones grow on. Nothing is trained where
+            it had ended. hotlap refuses other data or settings, and lists them.
         reuse: Load the model from the cache if the same data and settings were trained before, and keep it there
             otherwise.
         finish_in: End in this time, files included: seconds, or a text such as "15m". Where it is short, each target
             gets an even share and stops when that is over; `left_out` says so. Each target gets one round at least.
         progress: Show progress on stderr.
+        started_by: Words that start this training again from a shell.
 
     SIGINT and SIGTERM end the training after the current round, by KeyboardInterrupt or exit code 143. The folder
     keeps what was trained; it is a model if every target has trees.
@@ -107,19 +116,29 @@ def fit(
     """
     if not isinstance(job, TreeJob):
         raise JobError([f"fit takes one TreeJob, not {type(job).__name__}: trees.fit(trees.TreeJob(x, y))"])
-    start_s = time.perf_counter()
+    start_s, call = time.perf_counter(), next_call()
     limit = None if finish_in is None else TimeLimit.of(finish_in)
+    resume = asked_by_command(call) if resume is None else resume
+    if resume is not None and out is not None and Path(out).resolve() != Path(resume).resolve():
+        raise StoreError(f"both out={str(out)!r} and resume={str(resume)!r} are given; a resumed run keeps its folder")
+    folder = None if resume is None else RunFolder.open(resume)
+    left = None if folder is None else read_left(folder, job)
+    plan = plan if plan is not None else AUTO if left is None else left.plan
     chosen, device = _chosen_plan(plan, job), _device(job, plan)
     cached = _Cached(job, chosen.device) if reuse else None
     console = open_console(progress)
-    folder = RunFolder.create(out, job.library)
+    folder = folder or RunFolder.create(out, job.library)
     lock = RunLock(folder.path)
-    training = Training(job, folder, chosen, console, start_s, limit)
+    training = Training(job, Saver(folder, job, left), chosen, console, start_s, limit)
     try:
-        training.begin()
+        if resume is not None:
+            note_gone_on(resume)
+            if (ended := training.as_it_ended()) is not None:
+                return ended
+        training.begin(start_record(call, started_by), tunes=plan == AUTO)
         if cached is not None and (found := cached.load()) is not None:
             return training.from_cache(*found)
-        run = training.train(tune=plan == AUTO, gpu=device == "auto")
+        run = training.train(tunes=plan == AUTO, gpu=device == "auto")
         if cached is not None and not run.left_out:
             cached.store(run)
         return run
@@ -165,20 +184,27 @@ class Training:
     """One training in its run folder."""
 
     def __init__(
-        self, job: TreeJob, folder: RunFolder, plan: TreePlan, console: Console, start_s: float,
-        limit: TimeLimit | None,
-    ) -> None:  # fmt: skip
-        self._job, self._folder, self._plan, self._console = job, folder, plan, console
+        self, job: TreeJob, saver: Saver, plan: TreePlan, console: Console, start_s: float, limit: TimeLimit | None
+    ) -> None:
+        self._job, self._saver, self._folder, self._plan, self._console = job, saver, saver.folder, plan, console
         self._start_s, self._limit, self._ledger = start_s, limit, Ledger()
         self._lock, self._shown_s = threading.Lock(), -math.inf
 
-    def begin(self) -> None:
-        """Write what the training begins with, and say it."""
-        job, folder = self._job, self._folder
-        folder.write_started(start_record(1, None))
-        folder.write_environment({**machine.environment(), "job": settings_of(job)})
+    def begin(self, started: dict[str, Any], *, tunes: bool) -> None:
+        """Write what the training begins with, or goes on with, and say it."""
+        job, folder, left = self._job, self._folder, self._saver.left
+        if self._saver.is_resumed:
+            self._ledger = folder.read_ledger()
+            done, saved = len(left.grown), len(left.begun)
+            what = f"resumed with {done:,} boosters that were done and {saved:,} that grow on"
+            self._ledger.record(Entry(step=self._ledger.last_step, what=what, outcome="chosen", plan=Plan()))
+            self._console.say(f"{folder.path} is {what}")
+        else:
+            folder.write_started(started)
+            folder.write_environment({**machine.environment(), "job": settings_of(job)})
+        self._saver.note(plan=asdict(self._plan), tunes=tunes, ended=None)
         folder.write_ledger(self._ledger)
-        folder.write_plan(Plan())
+        folder.write_plan(Plan())  # the last one: with it the folder is a run's
         (rows, columns), version = job.x.shape, library(job.library, NEEDS, EXTRA).__version__
         say = self._console.say
         say(f"hotlap {__version__}, {job.library} {version}")
@@ -186,28 +212,29 @@ class Training:
         say(f"plan   {self._plan}")
         say(f"run    {folder.path}")
 
-    def train(self, *, tune: bool, gpu: bool) -> TreeRun:
+    def train(self, *, tunes: bool, gpu: bool) -> TreeRun:
         """Train to the end, or to a signal."""
-        job, began_s = self._job, time.perf_counter()
+        job, saver = self._job, self._saver
         with StopRequest() as stop:
-            watch = Watch(stop, self._show, self._until_s())
-            choice = Choice(job, hold(job, self._plan), self._plan, self._ledger, watch)
-            if tune:
+            watch = Watch(stop, self._show, self._until_s(), saver)
+            choice = Choice(job, hold(job, self._plan), self._plan, self._ledger, watch, saver)
+            if choice.left and tunes:
                 choice.find(machine.detect().cpu.cores, gpu=gpu)
-            else:
+            elif choice.left:
                 choice.fix()
             self._plan = choice.plan
+            saver.note(plan=asdict(self._plan), tunes=tunes and not choice.is_found, ran=choice.ran)
             check_obeyed(job, choice.plan, choice.ran)
             grown = choice.finish()
-            train_s = time.perf_counter() - began_s
+            train_s = saver.train_s
             record = record_of(job, self._plan, grown, choice.ran)
             contents = [booster.content for booster in grown]
             is_model = sum(file.targets for file in record.boosters) == job.targets
             self._write(record, contents, is_model=is_model)
         if not is_model or stop.signal is not None:
-            self._console.say(_stop_line(self._folder.path, is_model=is_model))
+            self._console.say(_stop_line(self._folder, is_model=is_model))
             stop.obey()
-        model = TreeModel(record, contents, trusted=True)
+        model = TreeModel(record, contents, trusted=not saver.is_resumed)
         return self._ended(model, grown_history(grown), train_s, self._why_ended(grown), _left_out(grown, job))
 
     def from_cache(self, record: ModelRecord, contents: list[bytes], values: dict[str, Any]) -> TreeRun:
@@ -219,14 +246,38 @@ class Training:
         model = TreeModel(record, contents, trusted=True)
         return self._ended(model, values["history"], values["train_s"], "loaded from the cache")
 
+    def as_it_ended(self) -> TreeRun | None:
+        """The run of a folder whose training had ended; None where it had not, or where files have changed since."""
+        if (ended := self._saver.left.ended) is None:
+            return None
+        try:
+            model = load(self._folder.path)
+            self._plan, self._ledger = TreePlan.from_dict(model.record.plan), self._folder.read_ledger()
+            history = self._folder.read_metrics()
+        except StoreError as error:
+            self._console.say(f"{self._folder.path} had ended, but {error}; what is missing is trained again")
+            return None
+        self._console.say(f"{self._folder.path} had ended {ended.stopped}: nothing is left to train")
+        return self._run(model, history, ended.train_s, ended.total_s, ended.stopped, ())
+
     def _ended(
         self, model: TreeModel, history: list[dict[str, Any]], train_s: float, stopped: str,
         left_out: tuple[str, ...] = (),
     ) -> TreeRun:  # fmt: skip
+        self._folder.write_metrics(history)
+        total_s = time.perf_counter() - self._start_s
+        if not left_out:
+            self._saver.tidy([file.name for file in model.record.boosters])
+            self._saver.note(ended={"stopped": stopped, "train_s": train_s, "total_s": total_s})
+        self._folder.write_artefacts()
+        return self._run(model, history, train_s, time.perf_counter() - self._start_s, stopped, left_out)
+
+    def _run(
+        self, model: TreeModel, history: list[dict[str, Any]], train_s: float, total_s: float, stopped: str,
+        left_out: tuple[str, ...],
+    ) -> TreeRun:  # fmt: skip
         rounds = [file.rounds for file in model.record.boosters]
         score = {name: value for name, value in history[-1].items() if name != "round"} if history else {}
-        self._folder.write_metrics(history)
-        self._folder.write_artefacts()
         return TreeRun(
             model=model,
             plan=self._plan,
@@ -234,24 +285,16 @@ class Training:
             history=history,
             best={"round": rounds[0] if len(rounds) == 1 else rounds, **score},
             train_s=train_s,
-            total_s=time.perf_counter() - self._start_s,
+            total_s=total_s,
             stopped=stopped,
             left_out=left_out,
             files=self._folder,
         )
 
     def _write(self, record: ModelRecord, contents: list[bytes], *, is_model: bool) -> None:
-        """Write boosters and ledger, then `trees.json` if they are a model.
-
-        Hundreds of boosters are not synced one by one: `trees.json` comes last and has their hashes.
-        """
-        folder = self._folder.path / BOOSTERS
-        try:
-            folder.mkdir(exist_ok=True)
-            for file, content in zip(record.boosters, contents, strict=True):
-                (folder / file.name).write_bytes(content)
-        except OSError as error:
-            raise StoreError(f"cannot write {folder}: {error.strerror or error}") from error
+        """Write boosters and ledger, then `trees.json` if they are a model."""
+        for file, content in zip(record.boosters, contents, strict=True):
+            self._saver.write(file.name, content)
         self._folder.write_ledger(self._ledger)
         if is_model:
             write_record(self._folder.path, record)
@@ -306,10 +349,12 @@ def _left_out(grown: list[Grown], job: TreeJob) -> tuple[str, ...]:
     return (f"{len(cut):,} of {len(grown):,} boosters stopped after {least_to_most}",) if cut else ()
 
 
-def _stop_line(folder: Path, *, is_model: bool) -> str:
-    if is_model:
-        return f"stopped by a signal; {folder} has the model as far as it was trained"
-    return f"stopped by a signal; {folder / BOOSTERS} has the boosters that were trained, not one for each target"
+def _stop_line(folder: RunFolder, *, is_model: bool) -> str:
+    path = folder.path
+    left = f"{path} has the model as far as it was trained"
+    if not is_model:
+        left = f"{path / BOOSTERS} has the boosters that were trained, not one for each target"
+    return f"stopped by a signal; {left}; go on with: {resume_words(folder)}"
 
 
 class _Cached:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from hotlap.guard.signals import StopRequest
 from hotlap.trees.job import TreeJob, TreePlan
@@ -36,12 +36,31 @@ class Grown:
     """False where a signal or a deadline ended it."""
 
 
+class Saves(Protocol):
+    """Saves boosters that grow."""
+
+    def begun(self, targets: range) -> Grown | None:
+        """One that was saved before an interruption."""
+
+    def is_due(self, targets: range) -> bool:
+        """Whether one is to be saved now."""
+
+    def save(self, booster: Grown) -> None:
+        """Save one as far as it has grown."""
+
+
 class Watch:
     """What all boosters of a training share: the request to stop, when time is over, and the count of rounds."""
 
-    def __init__(self, stop: StopRequest, show: Callable[[int], object], until_s: float = math.inf) -> None:
-        """`until_s`: when the last round has to be over, by `time.perf_counter`."""
-        self._stop, self._show, self.until_s = stop, show, until_s
+    def __init__(
+        self,
+        stop: StopRequest,
+        show: Callable[[int], object],
+        until_s: float = math.inf,
+        saves: Saves | None = None,
+    ) -> None:
+        """`until_s`: when the last round has to be over, by `time.perf_counter`; `saves` keeps boosters that grow."""
+        self._stop, self._show, self.until_s, self.saves = stop, show, until_s, saves
         self.failed = False
         """Whether a booster raised an error, which ends the others."""
         self.rounds = 0
@@ -85,8 +104,11 @@ class Growth:
         return _awaited(self._thread.submit(self._grow, rounds, watch, until_s))
 
     def _grow(self, rounds: int, watch: Watch, until_s: float) -> int:
-        before = self.rounds
+        saves = watch.saves if self.booster.can_go_on else None
         self.booster.enter()
+        if saves is not None and not self.rounds and (begun := saves.begun(self.targets)) is not None:
+            self._go_on(begun)
+        before = self.rounds
         while not self.ended and self.rounds - before < rounds and not watch.is_over:
             if self.rounds and time.perf_counter() >= until_s:
                 break
@@ -94,23 +116,42 @@ class Growth:
             self.rounds += 1
             if score is not None:
                 self._judge(score)
-            if self._job.patience is None:
-                self.best_round = self.rounds
-            waited = self.rounds - self.best_round
-            self.ended = self.rounds >= self._job.rounds or waited >= (self._job.patience or EVER)
+            self._note_end()
             watch.count(len(self.targets))
+            if saves is not None and not self.ended and saves.is_due(self.targets):
+                saves.save(self._grown(self.rounds))
         return (self.rounds - before) * len(self.targets)
+
+    def _go_on(self, begun: Grown) -> None:
+        """Go on where a booster was saved."""
+        self.booster.go_on(begun.content, begun.rounds)
+        for score in begun.scores:
+            self.rounds += 1
+            self._judge(score)
+        self.rounds = begun.rounds
+        self._note_end()
+
+    def _note_end(self) -> None:
+        if self._job.patience is None:
+            self.best_round = self.rounds
+        waited = self.rounds - self.best_round
+        self.ended = self.rounds >= self._job.rounds or waited >= (self._job.patience or EVER)
 
     def finish(self, watch: Watch, until_s: float = math.inf) -> Grown:
         """Grow to the end, or until its time is over; what it came to."""
         self.grow(EVER, watch, until_s)
         self._thread.shutdown()
-        kept = max(1, self.best_round)
+        if watch.saves is not None and self.rounds and not self.ended and self.booster.can_go_on:
+            watch.saves.save(self._grown(self.rounds))
+        return self._grown(max(1, self.best_round))
+
+    def _grown(self, kept: int) -> Grown:
+        """What it has come to, with so many of its rounds."""
         return Grown(
             targets=self.targets,
             content=self.booster.dump(kept) if self.rounds else b"",
             rounds=self.rounds,
-            best_round=kept,
+            best_round=max(1, self.best_round),
             scores=tuple(self.scores),
             whole=self.ended,
         )

@@ -34,6 +34,8 @@ _SAMPLING = (
     "multi_strategy", "objective", "num_parallel_tree", "base_score", "tree_method",
 )  # fmt: skip
 """Parameters of XGBoost under which one booster with many targets may grow other trees than a booster for each."""
+_DRAWING = (*_SAMPLING[:6], "num_parallel_tree", "tree_method", "process_type", "updater")
+"""Parameters of XGBoost under which a booster that was saved may go on to other trees."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +122,15 @@ class Booster(ABC):
         """Go on with the threads of another plan; False where only a new booster can."""
         return False
 
+    @property
+    def can_go_on(self) -> bool:
+        """Whether `go_on` from what `dump` gave leads to the same trees."""
+        return False
+
+    def go_on(self, content: bytes, rounds: int) -> None:
+        """Take the place of a booster that has grown for so many rounds."""
+        raise NotImplementedError
+
 
 @contextmanager
 def library_errors(name: str) -> Iterator[None]:
@@ -202,7 +213,7 @@ class XgboostBooster(Booster):
 
     def __init__(self, data: Held, targets: range, plan: TreePlan) -> None:
         own = {"seed": int(data.job.seed), "verbosity": 0, "nthread": plan.threads, "device": plan.device}
-        settings = {**_objective(data.job, targets[0]), **data.settings, **own}
+        self._settings = settings = {**_objective(data.job, targets[0]), **data.settings, **own}
         self._data, self._rounds = data, 0
         self._booster = data.library.Booster(settings, [m for m in (data.train, data.valid) if m is not None])
 
@@ -222,6 +233,19 @@ class XgboostBooster(Booster):
         """Other threads take effect at once."""
         self._booster.set_param({"nthread": plan.threads})
         return True
+
+    @property
+    def can_go_on(self) -> bool:
+        """It can on a CPU, where nothing is drawn: a file does not hold the state of the generator."""
+        drawn = set(self._data.job.params) & set(_DRAWING) or str(self._settings["objective"]).startswith("rank")
+        return self._settings["device"] == "cpu" and not drawn
+
+    def go_on(self, content: bytes, rounds: int) -> None:
+        """Load the trees; the parameters are those that it began with."""
+        with library_errors("xgboost"):
+            self._booster.load_model(bytearray(content))
+            self._booster.set_param(self._settings)
+        self._rounds = rounds
 
     def dump(self, rounds: int) -> bytes:
         """JSON of the first rounds."""

@@ -130,11 +130,16 @@ class TreeModel:
         return found
 
 
+def booster_name(targets: range, library: str) -> str:
+    """The file of a booster for these targets."""
+    return f"{targets.start:04d}.{ENDINGS[library]}"
+
+
 def record_of(job: TreeJob, plan: TreePlan, grown: Sequence[Grown], ran: dict[str, str]) -> ModelRecord:
     """What `trees.json` says of a training."""
     files = [
         BoosterFile(
-            name=f"{booster.targets.start:04d}.{ENDINGS[job.library]}",
+            name=booster_name(booster.targets, job.library),
             sha256=hashlib.sha256(booster.content).hexdigest(),
             first_target=booster.targets.start,
             targets=len(booster.targets),
@@ -200,8 +205,19 @@ def _content(folder: Path, file: BoosterFile) -> bytes:
 
 
 def _checked_content(content: bytes, file: BoosterFile, record: ModelRecord) -> bytes:
-    check = checked_xgboost if record.library == "xgboost" else checked_lightgbm
-    return check(content, file.name, features=record.features, outputs=_outputs(file, record))
+    targets = range(file.first_target, file.first_target + file.targets)
+    return checked_booster(content, targets, record)
+
+
+def checked_booster(content: bytes, targets: range, of: ModelRecord | TreeJob) -> bytes:
+    """A booster of a model or job, as it was understood here. Raises StoreError where it is damaged or forged."""
+    check = checked_xgboost if of.library == "xgboost" else checked_lightgbm
+    features = of.features if isinstance(of, ModelRecord) else int(of.x.shape[1])
+    outputs = len(targets)
+    if of.task == "classification":
+        classes = len(of.classes[targets.start])
+        outputs = 1 if classes == 2 else classes
+    return check(content, booster_name(targets, of.library), features=features, outputs=outputs)
 
 
 def _booster(content: bytes, record: ModelRecord) -> Any:
@@ -216,14 +232,6 @@ def _booster(content: bytes, record: ModelRecord) -> Any:
         if type(error).__module__.partition(".")[0] != record.library:
             raise
         raise StoreError(f"{record.library} cannot read a booster: {first_line(error)}") from None
-
-
-def _outputs(file: BoosterFile, record: ModelRecord) -> int:
-    """Trees that a booster has in a round."""
-    if record.task == "regression":
-        return file.targets
-    classes = len(record.classes[file.first_target])
-    return 1 if classes == 2 else classes
 
 
 def _checked(record: ModelRecord) -> ModelRecord:
