@@ -74,7 +74,7 @@ def _lines(folder: RunFolder) -> list[str]:
     return [
         *(table(folder.read_ledger(), columns(sys.stdout)) or ["nothing was tuned"]),
         "",
-        f"plan      {folder.read_plan()}",
+        *([] if (folder.path / "trees.json").is_file() else [f"plan      {folder.read_plan()}"]),  # networks have one
         *([f"last      {' · '.join(f'{name} {value:.4g}' for name, value in last.items())}"] if last else []),
         f"run       {folder.path}",
         *(f"          {show_bytes(file.bytes):>9}  {file.name:<18} {file.what}" for file in folder.artefacts()),
