@@ -417,7 +417,7 @@ def _say_banner(task: Task, folder: RunFolder) -> None:
     for note in (*task.notes(), *task.rig.cautions(task.rig.plan)):
         task.voice.say(f"note   {note}")
     if task.limit is not None:
-        task.voice.say(f"time   {task.limit} for everything; what does not fit is left out and listed")
+        task.voice.say(f"time   {task.limit} for this training; what does not fit is left out and listed")
     for problem in task.value_warnings:
         task.voice.warn(problem)
 

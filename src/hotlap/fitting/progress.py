@@ -122,7 +122,7 @@ def banner(job: Job, rig: Rig, dataset: OrderedDataset, total: int, folder: Path
     if job.accumulate > 1:
         batch += f" × {job.accumulate} accumulated = {dataset.batch_size * job.accumulate} per update"
     length = (
-        f"{job.epochs} epoch{'s' if job.epochs > 1 else ''} = {total:,} updates"
+        f"{job.epochs:,} epoch{'s' if job.epochs > 1 else ''} = {total:,} updates"
         if job.epochs is not None
         else f"{total:,} updates"
     )
