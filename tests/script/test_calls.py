@@ -1583,3 +1583,48 @@ def test_calls_are_made_anew_for_every_choice_but_those_of_others(choices):
     plan, own = Plan().but(**choices), Plan()
     is_new = call_module._key(plan.numerics, plan.execution) != call_module._key(own.numerics, own.execution)
     assert is_new == (next(iter(choices)) not in ("optimizer", "compile"))
+
+
+class LightningLike(nn.Module):
+    """As Lightning's own: it has methods that need its trainer."""
+
+    __module__ = "lightning.pytorch.core.module"
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def log(self, name, value): ...
+
+    @property
+    def current_epoch(self):
+        return 0
+
+
+class Logs(LightningLike):
+    def forward(self, x):
+        return self.noted(self.layer(x))
+
+    def noted(self, y):
+        self.log("mean", y.mean())
+        return y
+
+
+class Anneals(LightningLike):
+    def forward(self, x):
+        return self.layer(x) / (1 + self.current_epoch)
+
+
+class TakesLogarithms(LightningLike):
+    def forward(self, x):
+        return self.layer(x).exp().log()
+
+    def training_step(self, batch):
+        self.log("loss", self(batch).sum())
+
+
+def test_a_forward_pass_that_asks_its_trainer_of_lightning_stays_as_it_is():
+    for module, name in ((Logs(), "log"), (Anneals(), "current_epoch")):
+        reason = ModuleCall(module, device=CPU).supports(*BF16)
+        assert reason == f"{type(module).__name__} uses self.{name} in its forward pass, which leads to its trainer"
+    assert ModuleCall(TakesLogarithms(), device=CPU).supports(*BF16) is None

@@ -45,7 +45,9 @@ def test_the_savings_of_all_trainings_count():
 def test_a_loss_is_told_as_one_with_what_tuning_cost():
     told = headline([kept(-1.0, cost_s=3.0)], 20.0)
     assert told.startswith("no faster: 20 s instead of about 19 s")
-    assert "tuning cost (3 s)" in told
+    assert told.endswith("saved what tuning cost (3 s)")
+    told = headline([kept(0.5, cost_s=0.25)], 20.0, start_s=1.0)
+    assert told.endswith("saved what hotlap's start and tuning cost (1.25 s)")
 
 
 def test_a_gain_that_was_not_measured_is_not_claimed():

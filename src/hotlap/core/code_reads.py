@@ -6,6 +6,7 @@ import builtins
 import dis
 import functools
 import importlib.util
+import itertools
 import os
 import re
 import sys
@@ -22,6 +23,7 @@ _BETWEEN = ("PUSH_NULL", "PRECALL", "NOP", "CACHE", "KW_NAMES", "EXTENDED_ARG")
 _ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
 _GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
 _CELL = ("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")
+_LOCAL = ("LOAD_FAST", "LOAD_DEREF")
 _ENVIRONMENT = ("environ", "getenv", "environb")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 RUNS_TEXT = ("eval", "exec", "compile", "__import__", "globals", "input")
@@ -61,6 +63,22 @@ def writes_of(code: types.CodeType) -> set[str]:
 def names_in(code: types.CodeType) -> set[str]:
     """Every name of a global, attribute or method that the code, or code inside of it, mentions."""
     return {*code.co_names, *(name for inner in _inner(code) for name in names_in(inner))}
+
+
+def attributes_taken(code: types.CodeType, variable: str) -> set[str]:
+    """Every attribute that the code, or code inside of it, takes from a local variable such as `self`."""
+    steps = _steps(code)
+    found = {
+        str(after.argval)
+        for step, after in itertools.pairwise(steps)
+        if step.opname.startswith(_LOCAL) and _last(step.argval) == variable and after.opname in _ATTRIBUTE
+    }
+    return {*found, *(name for inner in _inner(code) for name in attributes_taken(inner, variable))}
+
+
+def _last(names: Any) -> Any:
+    """The last of the variables that a step loads; some steps load two."""
+    return names[-1] if isinstance(names, tuple) else names
 
 
 def words_in(code: types.CodeType) -> set[str]:

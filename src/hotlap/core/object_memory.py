@@ -46,7 +46,7 @@ _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rand
 _DATA = (DataLoader, LoaderIterator, Dataset)
 _LEFT_ALONE = (types.ModuleType, *_DATA, LRScheduler, torch.device, torch.dtype, np.dtype, BaseException)
 _HARMLESS = ("_thread", "threading", "logging", "weakref", "_weakref", "typing", "abc", "pathlib", "enum", "datetime")
-_TRAINERS = ("lightning", "pytorch_lightning", "lightning_fabric")
+TRAINERS = ("lightning", "pytorch_lightning", "lightning_fabric")
 """Packages whose objects drive trainings. A model that holds its trainer leads to progress bars, threads and files."""
 
 
@@ -127,7 +127,7 @@ class Walk:
             bound = getattr(value, "__self__", None)
             if bound is not None:
                 self._value((*path, "self"), bound)
-        elif kind.__module__.partition(".")[0] in _TRAINERS:
+        elif kind.__module__.partition(".")[0] in TRAINERS:
             return
         elif hasattr(kind, "__next__"):
             self._refuse(path, f"is a {kind.__name__}, whose place cannot be put back")

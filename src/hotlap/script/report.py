@@ -175,9 +175,7 @@ def headline(ledgers: Sequence[Ledger], took_s: float, *, start_s: float = 0.0, 
         if not saved_s:
             names = ", ".join(row.what for row in found if row.outcome == "kept")
             return f"took {_whole(took_s)} with {names}; hotlap did not measure how much that saved"
-        return _gain(
-            took_s, math.fsum(saved_s) - start_s, math.fsum(row.cost_s for row in found if row.what == "total")
-        )
+        return _gain(took_s, math.fsum(saved_s), math.fsum(row.cost_s for row in found if row.what == "total"), start_s)
     whole = next((row.why for row in found if row.what == "all moves"), None)
     if whole is not None and not any(row.outcome in ("rejected", "undecided") for row in found):
         return f"{whole.partition(':')[0]}; nothing was changed{_hint(found, took_s)}"
@@ -193,12 +191,15 @@ def _changed(ledgers: Sequence[Ledger]) -> str:
     return ", ".join(parts)
 
 
-def _gain(took_s: float, saved_s: float, cost_s: float) -> str:
-    ratio = (took_s + saved_s) / took_s
-    seconds = f"{_whole(took_s)} instead of about {_whole(max(0.0, took_s + saved_s))}"
+def _gain(took_s: float, saved_s: float, cost_s: float, start_s: float) -> str:
+    """`cost_s` is part of `saved_s`; `start_s` is not."""
+    own_s = max(0.0, took_s + saved_s - start_s)
+    ratio, seconds = own_s / took_s, f"{_whole(took_s)} instead of about {_whole(own_s)}"
     if ratio >= FASTER:
         return f"{ratio:.2f}x as fast: {seconds}" if ratio < 1.995 else f"{ratio:.1f}x as fast: {seconds}"
-    return f"no faster: {seconds}, because the run ended before it had saved what tuning cost ({show_seconds(cost_s)})"
+    what = "hotlap's start and tuning" if start_s else "tuning"
+    costs = show_seconds(start_s + cost_s)
+    return f"no faster: {seconds}, because the run ended before it had saved what {what} cost ({costs})"
 
 
 def _whole(s: float) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
+import types
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -14,6 +16,8 @@ import torch.distributed
 from torch import Tensor, nn
 
 from hotlap import machine
+from hotlap.core.code_reads import attributes_taken, is_users_function
+from hotlap.core.object_memory import TRAINERS
 from hotlap.core.plan import Execution, Numerics
 from hotlap.core.torch_private import HOOKS_OF_ALL, current_graph_task_id, queue_callback
 from hotlap.engine.capture.captured_step import BatchError, shape_of
@@ -240,6 +244,34 @@ def why_not_changed(module: nn.Module) -> str | None:
         for name, how in _TRANSLATED.items():
             if name in _kinds(layer):
                 return f"{type(layer).__name__} {how}"
+        asked = _asked_of_trainer(type(layer))
+        if asked is not None:
+            return f"{type(layer).__name__} uses self.{asked} in its forward pass, which leads to its trainer"
+    return None
+
+
+_NO_TRAINERS = {*dir(nn.Module), "device", "dtype", "hparams"}
+"""Attributes of a module of Lightning that do not lead to its trainer."""
+
+
+def _asked_of_trainer(kind: type[nn.Module]) -> str | None:
+    """What the user's forward pass takes from a trainer, such as `log`; None if nothing.
+
+    Trials would log twice, replays not at all, and a recording keeps the epoch that it was made in.
+    """
+    own = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in TRAINERS]
+    theirs = {name for base in kind.__mro__ if base not in own for name in vars(base)} - _NO_TRAINERS
+    ahead, seen = ["forward"] if theirs else [], set[str]()
+    while ahead:
+        name = ahead.pop()
+        seen.add(name)
+        found = [vars(base)[name] for base in own if name in vars(base)]
+        if not found and name in theirs:
+            return name
+        methods = [inspect.unwrap(getattr(one, "__func__", getattr(one, "fget", one))) for one in found]
+        codes = [one.__code__ for one in methods if isinstance(one, types.FunctionType) and is_users_function(one)]
+        asked = {more for code in codes for more in attributes_taken(code, next(iter(code.co_varnames), ""))}
+        ahead += asked - seen
     return None
 
 
