@@ -10,6 +10,7 @@ import numpy as np
 
 from hotlap.core.errors import JobError, did_you_mean, library, shown
 from hotlap.trees import parameters
+from hotlap.trees.files import TreeFiles
 from hotlap.trees.parameters import EXTRA, NEEDS
 
 LIBRARIES = ("xgboost", "lightgbm")
@@ -30,6 +31,8 @@ class TreeData:
         """`params` are those that decide the bins, such as `max_bin`. Raises JobError with all mistakes."""
         wrong: list[str] = []
         array = features(x, "x", wrong)
+        if isinstance(x, TreeFiles):
+            wrong.append("TreeFiles are not shared over jobs: give them to TreeJob, or a memmap to TreeData")
         if library not in LIBRARIES:
             wrong.append(f"library={shown(library)} is not known{did_you_mean(library, LIBRARIES)}")
         else:
@@ -106,10 +109,10 @@ class TreeData:
             return self._quantised
 
 
-def features(value: Any, name: str, wrong: list[str]) -> Array | None:
-    """Features as a 2-D array of floats; None, with the reason in `wrong`, for anything else."""
-    if isinstance(value, TreeData):
-        return value.x
+def features(value: Any, name: str, wrong: list[str]) -> Any:
+    """Features as a 2-D array of floats, or TreeFiles; None, with the reason in `wrong`, for anything else."""
+    if isinstance(value, (TreeData, TreeFiles)):
+        return value.x if isinstance(value, TreeData) else value
     try:
         array = np.asarray(value)
         if array.dtype != np.float32:

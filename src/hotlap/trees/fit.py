@@ -29,6 +29,7 @@ from hotlap.store.keys import key_of
 from hotlap.store.run_folder import RunFolder, RunLock
 from hotlap.trees.choosing import Choice
 from hotlap.trees.data import Array
+from hotlap.trees.files import content_of
 from hotlap.trees.growing import Grown, Watch
 from hotlap.trees.job import TreeJob, TreePlan
 from hotlap.trees.libraries import can_join, check_obeyed, hold
@@ -363,7 +364,8 @@ class _Cached:
     def __init__(self, job: TreeJob, device: str) -> None:
         self._cache = Cache()
         versions = [__version__, library(job.library, NEEDS, EXTRA).__version__, np.__version__]
-        data = [job.x, job.y, job.valid, job.weight, list(map(list, job.classes))]
+        valid = job.valid and (content_of(job.valid[0]), job.valid[1])
+        data = [content_of(job.x), job.y, valid, job.weight, list(map(list, job.classes))]
         whole = {**settings_of(job), "params": dict(job.params)}
         bins = job.shared and [job.shared.whole.x, job.shared.params, job.shared.numbers]
         self._key = key_of("trees", versions, whole, data, bins, job.one_target, device)

@@ -12,6 +12,7 @@ from hotlap.core.errors import JobError, PlanError, did_you_mean, shown
 from hotlap.core.plan import MOST_WORKERS
 from hotlap.trees import parameters
 from hotlap.trees.data import LEAST_ROWS, LIBRARIES, Array, TreeData, features
+from hotlap.trees.files import TreeFiles
 
 TASKS = ("regression", "classification")
 
@@ -65,8 +66,8 @@ class TreeJob:
     """
 
     x: Any
-    """Features: rows × columns of numbers, as an array, anything that numpy makes one of, or TreeData. NaN is a
-    missing value."""
+    """Features: rows × columns of numbers, as an array, anything that numpy makes one of, TreeData, or TreeFiles where
+    they are larger than memory. NaN is a missing value."""
     y: Any
     """Targets: a value a row, or rows × targets. In classification labels of any kind."""
     valid: Any = field(default=None, kw_only=True)
@@ -115,6 +116,8 @@ class TreeJob:
             put(self, "shared", self.x)
             wrong += self._shared_problems(self.x)
         x, y = features(self.x, "x", wrong), _targets(self.y, "y", self.task, wrong)
+        if isinstance(x, TreeFiles):
+            wrong += parameters.files_problems(self.library, self.params)
         put(self, "_flat", y is None or y.ndim == 1)
         classes: list[tuple[Any, ...]] = []
         if y is not None:

@@ -17,6 +17,7 @@ import numpy as np
 from hotlap.core.errors import MachineError, TrainingError, first_line, library
 from hotlap.trees import parameters
 from hotlap.trees.data import Array
+from hotlap.trees.files import TreeFiles
 from hotlap.trees.job import TreeJob, TreePlan
 from hotlap.trees.parameters import EXTRA, NEEDS
 
@@ -92,7 +93,7 @@ class Held(ABC):
             self.job.shared_valid.give_back(self.valid)
 
     @abstractmethod
-    def _quantised(self, x: Array, y: Array, weight: Array | None, like: Any, bins: Any) -> Any:
+    def _quantised(self, x: Any, y: Array, weight: Array | None, like: Any, bins: Any) -> Any:
         """Features in the library's form: a copy of `like`, or in the bins of other data, or in bins of their own."""
 
     @abstractmethod
@@ -197,12 +198,15 @@ class XgboostData(Held):
     A copy has the same cuts; the rows are put into them anew, which takes a third of finding the cuts.
     """
 
-    def _quantised(self, x: Array, y: Array, weight: Array | None, like: Any, bins: Any) -> Any:
+    def _quantised(self, x: Any, y: Array, weight: Array | None, like: Any, bins: Any) -> Any:
         settings: dict[str, Any] = {"weight": weight, "nthread": self.threads}
         if self.job.params.get("tree_method") in ("exact", "approx"):  # which do without quantised data
             return self.library.DMatrix(x, **settings)
         most, ref = self.settings.get("max_bin"), like if bins is None else bins
-        return self.library.QuantileDMatrix(x, **settings, ref=ref, max_bin=None if most is None else int(most))
+        settings["max_bin"] = None if most is None else int(most)
+        if isinstance(x, TreeFiles):
+            return x.quantised(settings.pop("weight"), ref, settings)
+        return self.library.QuantileDMatrix(x, **settings, ref=ref)
 
     def _booster(self, targets: range, plan: TreePlan) -> Booster:
         return XgboostBooster(self, targets, plan)
@@ -275,7 +279,7 @@ class LightgbmData(Held):
         super().__init__(job, plan, like)
         self.settings |= self._own
 
-    def _quantised(self, x: Array, y: Array, weight: Array | None, like: Any, bins: Any) -> Any:
+    def _quantised(self, x: Any, y: Array, weight: Array | None, like: Any, bins: Any) -> Any:
         if like is not None:
             return like.subset(range(len(x))).construct()
         params = {**self.settings, **self._own, "num_threads": self.threads}

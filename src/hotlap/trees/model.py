@@ -23,6 +23,7 @@ from hotlap.store.encoding import from_json
 from hotlap.store.files import read_bytes, write_text
 from hotlap.trees.booster_checks import checked_lightgbm, checked_xgboost, need
 from hotlap.trees.data import LIBRARIES, Array, features
+from hotlap.trees.files import TreeFiles
 from hotlap.trees.growing import Grown
 from hotlap.trees.job import TASKS, TreeJob, TreePlan
 from hotlap.trees.parameters import EXTRA, NEEDS
@@ -116,6 +117,9 @@ class TreeModel:
             raise DataError("; ".join(wrong))
         if not len(array):  # which LightGBM refuses
             return [answer[:0] for answer in self._raw(np.zeros((1, self.record.features)))]
+        if isinstance(array, TreeFiles):
+            parts = [self._raw(piece) for piece in array.pieces()]
+            return [np.concatenate(answers) for answers in zip(*parts, strict=True)]
         answers = [self._ask(booster, array) for booster in self.boosters]
         if self.record.task == "classification":
             return [np.stack([1 - a, a], 1) if a.ndim == 1 else a for a in answers]

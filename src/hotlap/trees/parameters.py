@@ -104,6 +104,14 @@ def shared_problems(name: str, params: Mapping[str, Any]) -> list[str]:
     return wrong
 
 
+def files_problems(name: str, params: Any) -> list[str]:
+    """Why a job cannot read TreeFiles, a line each."""
+    if name != "xgboost":
+        return ["TreeFiles are for XGBoost: give LightGBM a np.memmap of 32-bit floats, which it reads in place"]
+    method = params.get("tree_method") if isinstance(params, Mapping) else None
+    return [f"tree_method={method!r} cannot read TreeFiles: leave it out"] if method in ("exact", "approx") else []
+
+
 def _main_names(name: str) -> dict[str, str]:
     """The main name of each alias of a parameter; XGBoost has none."""
     if name == "xgboost":

@@ -24,6 +24,7 @@ from hotlap.guard.fingerprint import describe
 from hotlap.store.files import append_line, read_bytes, read_text, write_bytes, write_text
 from hotlap.store.run_folder import RunFolder
 from hotlap.trees.booster_checks import need
+from hotlap.trees.files import content_of
 from hotlap.trees.growing import Grown
 from hotlap.trees.job import TreeJob
 from hotlap.trees.libraries import Score
@@ -135,7 +136,8 @@ class Saver:
 def identity_of(job: TreeJob) -> dict[str, str]:
     """What makes a training another one, by name; of large data a spread of the rows."""
     shared = job.shared and (job.shared.params, job.shared.numbers, job.shared.whole.x)
-    data = {"x": job.x, "y": job.y, "valid": job.valid, "weight": job.weight, "bins": shared}
+    valid = job.valid and (content_of(job.valid[0]), job.valid[1])
+    data = {"x": content_of(job.x), "y": job.y, "valid": valid, "weight": job.weight, "bins": shared}
     parts = {**settings_of(job), **data, "labels": job.classes}
     return {name: hashlib.sha256(describe(value).encode()).hexdigest()[:16] for name, value in parts.items()}
 
