@@ -3,16 +3,20 @@
 import json
 import shutil
 import signal
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from killed_trees import X, counting, job_of
 from typer.testing import CliRunner
 
+import hotlap
 from hotlap import trees
 from hotlap.cli import app
 from hotlap.core.errors import StoreError
 from hotlap.fitting.fit import AnotherTrainingError
+from hotlap.recipes.boosted_trees import train_trees
+from hotlap.trees import saving
 
 
 def fitted(folder, job, plan="off"):
@@ -146,3 +150,49 @@ def test_a_record_that_is_none_of_trees_is_refused_in_one_line(change, tmp_path)
     with pytest.raises(StoreError) as error:
         resumed(tmp_path / "run", job_of())
     assert "\n" not in str(error.value)
+
+
+def test_a_recipe_goes_on_with_its_trees_and_begins_anew_where_they_are_others(broken_off, tmp_path):
+    shutil.copytree(broken_off, tmp_path / "models" / "trees")
+    trainer = SimpleNamespace(limit=None, reuse=False, folder=tmp_path, left_out=[])
+    grown, stop = counting()
+    try:
+        run = train_trees(job_of(), tmp_path / "models" / "trees", trainer, SimpleNamespace(plan="auto"))
+        assert grown[0] <= 4 * 12 - 30 + 1
+        same(run, fitted(tmp_path / "whole", job_of()))
+        other = train_trees(job_of(seed=1), tmp_path / "models" / "trees", trainer, SimpleNamespace(plan="auto"))
+    finally:
+        stop()
+    assert other.model.record.settings["seed"] == 1
+
+
+def test_a_search_goes_on_with_the_trees_of_its_trial(tmp_path, monkeypatch):
+    pytest.importorskip("optuna")
+    monkeypatch.setattr(saving, "SAVE_S", 0.0)
+    monkeypatch.setattr(saving, "COSTS", 1e9)
+
+    def interrupt(grown):
+        if grown == 20:  # in the second trial
+            raise KeyboardInterrupt
+
+    def of_values(values):
+        return job_of(y="one", params={"learning_rate": values["rate"]})
+
+    def searched(**given):
+        space = {"rate": (0.1, 1.0)}
+        return hotlap.search(space, of_values, trials=3, progress=False, **given)
+
+    whole = searched(out=tmp_path / "whole")
+    stop = counting(interrupt)[1]
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            searched(out=tmp_path / "search")
+    finally:
+        stop()
+    grown, stop = counting()
+    try:
+        again = searched(resume=tmp_path / "search")
+    finally:
+        stop()
+    assert [(trial.values, trial.score) for trial in again.trials] == [(t.values, t.score) for t in whole.trials]
+    assert grown[0] < 3 * 12 - 12 - 4, "the second trial goes on where it was saved"

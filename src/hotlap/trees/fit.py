@@ -132,17 +132,7 @@ def fit(
     lock = RunLock(folder.path)
     training = Training(job, Saver(folder, job, left), chosen, console, start_s, limit)
     try:
-        if resume is not None:
-            note_gone_on(resume)
-            if (ended := training.as_it_ended()) is not None:
-                return ended
-        training.begin(start_record(call, started_by), tunes=plan == AUTO)
-        if cached is not None and (found := cached.load()) is not None:
-            return training.from_cache(*found)
-        run = training.train(tunes=plan == AUTO, gpu=device == "auto")
-        if cached is not None and not run.left_out:
-            cached.store(run)
-        return run
+        return training.run(start_record(call, started_by), cached, tunes=plan == AUTO, gpu=device == "auto")
     finally:
         console.close()
         lock.release()
@@ -190,6 +180,20 @@ class Training:
         self._job, self._saver, self._folder, self._plan, self._console = job, saver, saver.folder, plan, console
         self._start_s, self._limit, self._ledger = start_s, limit, Ledger()
         self._lock, self._shown_s = threading.Lock(), -math.inf
+
+    def run(self, started: dict[str, Any], cached: _Cached | None, *, tunes: bool, gpu: bool) -> TreeRun:
+        """The run as it had ended, or of a model in the cache, or trained."""
+        if self._saver.is_resumed:
+            note_gone_on(self._folder.path)
+            if (ended := self.as_it_ended()) is not None:
+                return ended
+        self.begin(started, tunes=tunes)
+        if cached is not None and (found := cached.load()) is not None:
+            return self.from_cache(*found)
+        run = self.train(tunes=tunes, gpu=gpu)
+        if cached is not None and not run.left_out:
+            cached.store(run)
+        return run
 
     def begin(self, started: dict[str, Any], *, tunes: bool) -> None:
         """Write what the training begins with, or goes on with, and say it."""
@@ -259,7 +263,7 @@ class Training:
             self._console.say(f"{self._folder.path} had ended, but {error}; what is missing is trained again")
             return None
         self._console.say(f"{self._folder.path} had ended {ended.stopped}: nothing is left to train")
-        return self._run(model, history, ended.train_s, ended.total_s, ended.stopped, ())
+        return self._as_run(model, history, ended.train_s, ended.total_s, ended.stopped, ())
 
     def _ended(
         self, model: TreeModel, history: list[dict[str, Any]], train_s: float, stopped: str,
@@ -271,9 +275,9 @@ class Training:
             self._saver.tidy([file.name for file in model.record.boosters])
             self._saver.note(ended={"stopped": stopped, "train_s": train_s, "total_s": total_s})
         self._folder.write_artefacts()
-        return self._run(model, history, train_s, time.perf_counter() - self._start_s, stopped, left_out)
+        return self._as_run(model, history, train_s, time.perf_counter() - self._start_s, stopped, left_out)
 
-    def _run(
+    def _as_run(
         self, model: TreeModel, history: list[dict[str, Any]], train_s: float, total_s: float, stopped: str,
         left_out: tuple[str, ...],
     ) -> TreeRun:  # fmt: skip
