@@ -31,7 +31,7 @@ class TreeFiles:
     def __init__(self, parts: Sequence[str | Path] | Array, *, scratch: str | Path | None = None) -> None:
         """`parts` are `.npy` or `.parquet` files with the same columns, or an array such as a memmap.
 
-        `scratch` is a folder on a disk with room for a byte or two for each value while a training runs.
+        `scratch` is a folder on a disk with room for the quantised values while a training runs.
         Raises JobError where a part cannot be read, or has other columns, texts or infinite values.
         """
         self.scratch = Path(scratch or (SCRATCH if Path(SCRATCH).is_dir() else tempfile.gettempdir()))
