@@ -353,7 +353,7 @@ def only(monkeypatch, move):
 
 
 def test_what_is_tuned_from_and_settled_on_is_the_smaller_plan(at_leisure, monkeypatch):
-    only(monkeypatch, Move(name="fused", kind="A", propose=lambda plan, rig: plan.but(optimizer="fused")))
+    only(monkeypatch, Move(name="fused", word="fused", kind="A", propose=lambda plan, rig: plan.but(optimizer="fused")))
     mine = trained(Device(needs(2)), plan="auto", epochs=None, steps=200)
     assert mine.plan.memory.checkpoint == 2
     assert {entry.plan.memory.checkpoint for entry in mine.ledger if entry.step > 0} == {2}
@@ -362,7 +362,7 @@ def test_what_is_tuned_from_and_settled_on_is_the_smaller_plan(at_leisure, monke
 
 def test_a_plan_on_trial_that_runs_out_of_memory_is_rejected_and_leaves_nothing(at_leisure, monkeypatch):
     device = Device(needs(0, dropout=0.3, norm=True))
-    move = Move(name="a large one", kind="A", propose=lambda plan, rig: plan.but(optimizer="fused"))
+    move = Move(name="a large one", word="large", kind="A", propose=lambda plan, rig: plan.but(optimizer="fused"))
     only(monkeypatch, move)
     model = Blocks(dropout=0.3, norm=True)
     real = Device.__call__

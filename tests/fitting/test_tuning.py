@@ -102,7 +102,7 @@ def test_what_was_found_is_used_at_once_the_next_time(tmp_path, at_leisure):
 
 
 def test_a_plan_that_breaks_a_step_is_dropped_and_no_step_is_lost(tmp_path, at_leisure, monkeypatch):
-    broken = Move(name="a broken one", kind="A", propose=lambda plan, rig: plan.but(micro_batch=7))
+    broken = Move(name="a broken one", word="broken", kind="A", propose=lambda plan, rig: plan.but(micro_batch=7))
     monkeypatch.setattr(moves, "MOVES", ())
     monkeypatch.setattr("hotlap.tuner.search.MOVES", (broken,))
     monkeypatch.setattr("hotlap.tuner.search.OTHERS", ())
