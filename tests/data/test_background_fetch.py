@@ -155,8 +155,10 @@ def test_processes_end_with_the_one_that_began_them(tmp_path):
             time.sleep(0.001)
         os.kill(os.getpid(), signal.SIGKILL)
         background.close()
-    os.waitpid(pid, 0)
-    wait_for_end([int(file.name) for file in tmp_path.iterdir()])
+    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
+    pids = [int(file.name) for file in tmp_path.iterdir()]
+    wait_for_end(pids)
+    assert len(pids) == 3
 
 
 def test_a_fork_of_the_process_does_not_end_them():

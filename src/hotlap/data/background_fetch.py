@@ -133,7 +133,7 @@ class BackgroundFetch:
     # --- in other processes ----------------------------------------------------------------------
 
     def _forked(self, fetch: Fetch) -> int:
-        """Fork one process, which forks the others: this process waits for one fork only."""
+        """Fork a leader, which forks the other processes: a single fork holds up the training."""
         parent, collects = os.getpid(), gc.isenabled()
         gc.disable()  # a forked process must not release what belongs to CUDA
         try:
@@ -170,7 +170,7 @@ class BackgroundFetch:
             os._exit(status)
 
     def _work(self, fetch: Fetch, number: int) -> None:
-        """Fetch every so many-th chunk."""
+        """Fetch the chunks that fall to one process: every n-th of n processes."""
         with torch.no_grad():
             for chunk in range(number, self._chunks, self.processes):
                 start, end = chunk * CHUNK, min(self._total, (chunk + 1) * CHUNK)
