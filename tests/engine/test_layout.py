@@ -9,7 +9,8 @@ from torch import nn
 from hotlap.engine.layout import Layout, laid_out_as, why_not_channels_last
 from hotlap.engine.optimizers import Fusion
 from hotlap.engine.snapshot import Snapshot
-from hotlap.store.encoding import decode, encode, from_json, to_json
+from hotlap.store.encoding import decode, encode, to_json
+from hotlap.store.files import from_json
 from hotlap.store.tensors import tensor_pieces, tensors_from
 
 LAST, LAST_3D = torch.channels_last, torch.channels_last_3d

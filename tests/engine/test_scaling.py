@@ -11,7 +11,8 @@ from torch import nn
 
 from hotlap.engine.optimizers import Fusion
 from hotlap.engine.scaling import LossScale, skipping, skips_on_device
-from hotlap.store.encoding import decode, encode, from_json, to_json
+from hotlap.store.encoding import decode, encode, to_json
+from hotlap.store.files import from_json
 
 CPU = torch.device("cpu")
 BAD = st.sampled_from([math.inf, -math.inf, math.nan])

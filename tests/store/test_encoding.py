@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotlap.core.errors import StoreError
-from hotlap.store.encoding import decode, encode, from_json, to_json
+from hotlap.store.encoding import decode, encode, to_json
+from hotlap.store.files import from_json
 from hotlap.store.tensors import tensor_pieces, tensors_from
 
 

@@ -18,7 +18,8 @@ from hotlap.data.order import HostRandomness
 from hotlap.engine.rig import Place, Rig
 from hotlap.store.checkpoints import Checkpoints
 from hotlap.store.disk import Piece
-from hotlap.store.encoding import decode, encode, from_json, to_json
+from hotlap.store.encoding import decode, encode, to_json
+from hotlap.store.files import from_json
 from hotlap.store.tensors import tensor_pieces, tensors_from, why_not_stored
 from hotlap.store.weights import load_weights_into, unwrapped
 

@@ -31,8 +31,7 @@ from hotlap.machine.device import choose_device
 from hotlap.searching.space import Space, checked_space, described
 from hotlap.searching.trials import Trials, Tried, optuna_or_why_not
 from hotlap.store.disk import read_small
-from hotlap.store.encoding import from_json
-from hotlap.store.files import write_text
+from hotlap.store.files import from_json, write_text
 from hotlap.store.run_folder import RunFolder, RunLock, finite
 from hotlap.trees.fit import TreeRun
 from hotlap.trees.fit import fit as fit_trees

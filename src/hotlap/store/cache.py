@@ -24,7 +24,8 @@ from hotlap.core.errors import StoreError, shown
 from hotlap.core.terminal import logger
 from hotlap.store import disk
 from hotlap.store.disk import Piece
-from hotlap.store.encoding import decode, encode, from_json, to_json
+from hotlap.store.encoding import decode, encode, to_json
+from hotlap.store.files import from_json
 from hotlap.store.keys import key_of
 from hotlap.store.manifest import Manifest, check_files, read_files, read_manifest, write_folder
 from hotlap.store.tensors import MOST_HEADER_BYTES, NAMES, tensor_pieces, tensors_from

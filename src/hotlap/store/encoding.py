@@ -146,17 +146,3 @@ def _key(value: Any) -> Any:
 def to_json(value: Any) -> bytes:
     """JSON for hashing and storing: each value has one form."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
-
-
-def from_json(content: bytes, name: str) -> Any:
-    """The value of a JSON file; StoreError if it is not JSON or nested too deeply."""
-    try:
-        return json.loads(content, parse_constant=_refused)
-    except RecursionError:
-        raise StoreError(f"{name} is nested too deeply") from None
-    except (ValueError, UnicodeDecodeError) as error:
-        raise StoreError(f"{name} is not JSON: {error}") from None
-
-
-def _refused(word: str) -> Any:
-    raise ValueError(f"it holds {word}")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import stat
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from hotlap.core.errors import PlanError, StoreError
 from hotlap.core.plan import Plan
@@ -85,6 +87,20 @@ def read_bytes(path: Path, most: int) -> bytes:
         raise StoreError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
     except MemoryError:
         raise StoreError(f"cannot read {path}: its {status.st_size:,} bytes do not fit in memory") from None
+
+
+def from_json(content: bytes, name: str) -> Any:
+    """The value of a JSON file; StoreError if it is not JSON or nested too deeply."""
+    try:
+        return json.loads(content, parse_constant=_refused)
+    except RecursionError:
+        raise StoreError(f"{name} is nested too deeply") from None
+    except (ValueError, UnicodeDecodeError) as error:
+        raise StoreError(f"{name} is not JSON: {error}") from None
+
+
+def _refused(word: str) -> Any:
+    raise ValueError(f"it holds {word}")
 
 
 def append_line(path: Path, line: str) -> None:

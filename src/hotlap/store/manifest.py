@@ -14,7 +14,8 @@ from typing import Any
 
 from hotlap.core.errors import StoreError, shown
 from hotlap.store import disk
-from hotlap.store.encoding import from_json, to_json
+from hotlap.store.encoding import to_json
+from hotlap.store.files import from_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"

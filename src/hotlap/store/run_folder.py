@@ -15,18 +15,17 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, Self
-
-from torch import nn
+from typing import TYPE_CHECKING, Any, Self
 
 from hotlap.core.errors import HotlapError, StoreError
 from hotlap.core.ledger import Ledger
 from hotlap.core.plan import Plan
 from hotlap.core.units import MIB, show_bytes
 from hotlap.store.disk import read_small
-from hotlap.store.encoding import from_json
-from hotlap.store.files import append_line, load_plan, read_text, save_plan, write_text
-from hotlap.store.weights import save_weights
+from hotlap.store.files import append_line, from_json, load_plan, read_text, save_plan, write_text
+
+if TYPE_CHECKING:
+    from torch import nn
 
 ABOUT = {
     "plan.toml": "how it was run; use it again with --plan",
@@ -178,10 +177,14 @@ class RunFolder:
 
     def write_model(self, model: nn.Module) -> None:
         """Write `model.safetensors`."""
+        from hotlap.store.weights import save_weights  # torch, which reading a run does without
+
         save_weights(model, self.path / "model.safetensors", {"format": "pt", "written_by": "hotlap"})
 
     def write_loss(self, loss: nn.Module) -> None:
         """Write `loss.safetensors`: the weights of the loss."""
+        from hotlap.store.weights import save_weights
+
         save_weights(loss, self.path / "loss.safetensors", {"format": "pt", "written_by": "hotlap"})
 
     def artefacts(self) -> list[Artefact]:

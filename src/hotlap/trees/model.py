@@ -19,8 +19,7 @@ from hotlap.core.errors import DataError, StoreError, first_line, library
 from hotlap.core.units import MIB
 from hotlap.machine.limits import read_cpu
 from hotlap.store.disk import read_small
-from hotlap.store.encoding import from_json
-from hotlap.store.files import read_bytes, write_text
+from hotlap.store.files import from_json, read_bytes, write_text
 from hotlap.trees.booster_checks import checked_lightgbm, checked_xgboost, need
 from hotlap.trees.data import LIBRARIES, Array, features
 from hotlap.trees.files import TreeFiles
