@@ -8,9 +8,11 @@ import torch
 from plain import class_data, parameters_of, small_mlp
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
+from torch.utils.data import Subset, TensorDataset
 
 from hotlap import Job, JobError, Rig, fit
 from hotlap.core.units import read_seconds
+from hotlap.data.dataset import as_source
 from hotlap.engine.schedules import make_schedule
 from hotlap.fitting import deadline
 
@@ -24,9 +26,9 @@ def clock(monkeypatch, tmp_path):
     monkeypatch.setattr(made_up_time, "STEP_S", STEP_S)
     evaluate = Rig.evaluate
 
-    def evaluated(*given, **settings):
-        made.passes(EVALUATION_S)
-        return evaluate(*given, **settings)
+    def evaluated(rig, data, *given, **settings):
+        made.passes(EVALUATION_S * len(as_source(data)) / 30)
+        return evaluate(rig, data, *given, **settings)
 
     monkeypatch.setattr(Rig, "evaluate", evaluated)
     return made
@@ -127,7 +129,7 @@ def test_a_schedule_over_the_whole_run_spans_what_fits_and_says_so(clock, tmp_pa
     assert rates[-1] < 0.01 * rates[0]
     said = capsys.readouterr().err
     assert "on the schedule spans " in said
-    assert "(learning rate 0.0" in said
+    assert "(learning rate 0.1 → 0.09" in said
     assert run.left_out
 
 
@@ -211,3 +213,59 @@ def test_a_part_of_a_time_ends_before_the_rest_of_it(monkeypatch):
     limit = deadline.TimeLimit(20.0, 60.0, evaluations_after=2.0)
     assert limit.part(1) is limit
     assert limit.part(0.25) == deadline.TimeLimit(2.5, 52.5, evaluations_after=2.0)
+
+
+FORMS = {
+    "columns": lambda x, y: (x, y),
+    "named columns": lambda x, y: {"x": x, "y": y},
+    "a dataset": lambda x, y: list(zip(x, y, strict=True)),
+    "a part of a dataset": lambda x, y: Subset(TensorDataset(x, y), range(30)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_part_of_an_evaluation_says_what_the_first_one_and_all_after_it_take(clock, tmp_path, monkeypatch, form):
+    evaluation_s, after = 20 * STEP_S, 2.0
+    monkeypatch.setitem(globals(), "EVALUATION_S", evaluation_s)
+    began = clock()
+    limit = deadline.TimeLimit(20.0, clock() + 20.0, evaluations_after=after)
+    settings = {"valid": FORMS[form](*class_data(30, seed=9)), "eval_every": 1000}
+    if form == "named columns":
+        settings["forward"] = lambda model, batch: (model(batch["x"]), batch["y"])
+        settings["data"] = FORMS[form](*class_data())
+    run = quiet(job_for(**settings), tmp_path / "run", finish_in=limit)
+    assert 0.9 * 20 <= clock() - began + after * evaluation_s <= 20
+    assert "valid_loss" in run.history[-1]
+
+
+@pytest.mark.parametrize("spans", [True, False])
+def test_where_the_first_evaluation_takes_less_than_expected_the_rest_of_the_time_is_used(
+    clock, tmp_path, monkeypatch, spans
+):
+    expected = deadline.Deadline.try_evaluation
+
+    def tried(self):
+        expected(self)
+        self._tried_s = 10.0
+
+    monkeypatch.setattr(deadline.Deadline, "try_evaluation", tried)
+    began = clock()
+    schedule = (lambda o, updates: CosineAnnealingLR(o, updates)) if spans else None
+    run = quiet(job_for(eval_every=1000, schedule=schedule), tmp_path / "run", finish_in=20)
+    assert 0.95 * 20 - EVALUATION_S <= clock() - began <= 20
+    assert len(run.history) == 2
+    assert "early: " in run.stopped
+
+
+def test_what_fails_in_an_evaluation_fails_where_it_is_due(clock, tmp_path, monkeypatch):
+    asked = []
+
+    def refused(*given, **settings):
+        asked.append(clock())
+        raise RuntimeError("no evaluation")
+
+    monkeypatch.setattr(Rig, "evaluate", refused)
+    with pytest.raises(RuntimeError, match="no evaluation"):
+        quiet(job_for(), tmp_path / "run", finish_in=20)
+    assert len(asked) == 2
+    assert asked[1] - asked[0] > 9 * STEP_S

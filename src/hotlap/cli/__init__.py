@@ -6,6 +6,7 @@ Commands import what they need when they run, so that `--help` answers at once.
 
 from __future__ import annotations
 
+import gc
 import sys
 import traceback
 from collections.abc import Iterator
@@ -99,6 +100,9 @@ def main() -> None:
             typer.main.get_command(app)(obj=recipes.OWN_PROCESS)
         except run.ToRun as script:
             begin = script.begin
+        finally:
+            if begin is None:
+                gc.freeze()  # python's last collection may take seconds: it looks at all that libraries have made
         if begin is not None:  # behind the handler: to the script, nothing was raised before it
             code = begin()
     except HotlapError as error:

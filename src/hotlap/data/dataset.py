@@ -62,6 +62,15 @@ def _source_of(data: Any, collate: Callable[[list[Any]], Batch] | None, *, loade
     return Source(data, collate)
 
 
+def first_samples(data: Any, count: int) -> Any:
+    """The first samples of a job's data in any form but a DataLoader."""
+    if not is_columns(data):
+        return Subset(data, range(count))
+    if isinstance(data, Mapping):
+        return {name: column[:count] for name, column in data.items()}
+    return tuple(column[:count] for column in data) if isinstance(data, tuple) else data[:count]
+
+
 def _needs_gradients(data: Any) -> bool:
     tensors = data.tensors if type(data) is TensorDataset else (data,)
     return any(isinstance(one, Tensor) and one.requires_grad for one in tensors)

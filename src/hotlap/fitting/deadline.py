@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from hotlap.core.errors import JobError, shown
 from hotlap.core.job import Job
 from hotlap.core.units import read_seconds, show_seconds
-from hotlap.data.dataset import as_source
+from hotlap.data.dataset import as_source, first_samples
 from hotlap.engine.rig import Rig
 from hotlap.tuner.budget import Length
 
@@ -26,10 +26,12 @@ SETTLED = 8
 """Updates before the first plan."""
 UNUSED = 0.04
 """Of the time, how much may be left where the planned updates are made; with more, hotlap plans anew."""
+TRIED = 16
+"""Before the first evaluation, this part of its samples says what it will take; at least a batch of the training's."""
 FORWARD = 0.5
-"""What evaluating a sample is taken to cost of training on it, before the first evaluation."""
+"""What evaluating a sample is taken to cost of training on it, where no part of an evaluation could be timed."""
 MOST_UNSEEN = 0.3
-"""Of the time, what an evaluation that was never made is taken to need at most, with what follows it."""
+"""Of the time, what an evaluation that was never timed is taken to need at most, with what follows it."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +92,30 @@ class Deadline:
         self._next_s = -math.inf
         valid = job.valid.dataset if isinstance(job.valid, DataLoader) else job.valid
         self._samples = 0 if valid is None else len(as_source(valid))
+        self._tried_s: float | None = None
         self.is_shorter = self.updates != total
         """Whether the schedule was made to span less than was asked for."""
         if self.is_shorter:
             span_schedule(rig, job, self.updates, total)
 
     # --- while it trains ---------------------------------------------------------------------------
+
+    def try_evaluation(self) -> None:
+        """Time a part of an evaluation; before the first one that says what all that needs the model will take."""
+        job, rig, samples = self._job, self._rig, self._samples
+        if not samples or isinstance(job.valid, DataLoader):  # a loader would start its workers for it
+            return
+        few = min(samples, max(job.batch_size or 1, samples // TRIED))
+        part = first_samples(job.valid, few)
+        try:
+            # In the training's batches: a larger one of few samples would be padded to the longest of all.
+            rig.evaluate(part, batch_size=job.batch_size, collate=job.collate)  # the first one takes longer
+            began = time.perf_counter()
+            rig.evaluate(part, batch_size=job.batch_size, collate=job.collate)
+        except Exception:  # it comes again where it is due, and is explained there
+            return
+        self._tried_s = (time.perf_counter() - began) * samples / few
+        self._first = self._mark = (rig.steps, time.perf_counter())
 
     def evaluated(self, seconds: float) -> None:
         """Take in what an evaluation took."""
@@ -119,6 +139,14 @@ class Deadline:
         # Ever more often towards the end: a look waits for the device.
         self._next_s = min([now + spare_s / 4, *self._plans_at[:1]])
         return spare_s <= step_s
+
+    def goes_on(self) -> bool:
+        """Whether more updates fit after all, since the last evaluation took less than was expected."""
+        if self._rig.steps >= self.total or self._spare_s(time.perf_counter()) <= UNUSED * self._limit.all_s:
+            return False
+        if self._rig.schedule.spans_the_run:
+            self.updates = self._rig.steps  # has the next look plan anew
+        return True
 
     def planned(self) -> str | None:
         """Plan anew, if that is due: what the plan is, in words, where it has changed."""
@@ -197,17 +225,18 @@ class Deadline:
         return (time.perf_counter() - since_s - self._aside_s) / made if made else self._pace_s
 
     def _evaluation(self) -> float:
-        """Seconds that an evaluation takes, before the first one by the pace of training."""
+        """Seconds that an evaluation takes, before the first one by a part of it, else by the pace of training."""
         if self._job.valid is None:
             return 0.0
-        if self._evaluation_s is not None:
-            return self._evaluation_s
+        if (known := self._evaluation_s or self._tried_s) is not None:
+            return known
         return FORWARD * self._step_s() * self._samples * self._rig.steps / max(1, self._rig.samples)
 
     def _end_s(self) -> float:
         """Seconds that the last evaluation takes, with what has to follow."""
         seconds = self._evaluation() * (1 + self._limit.evaluations_after)
-        return seconds if self._evaluation_s is not None else min(MOST_UNSEEN * self._limit.all_s, seconds)
+        is_known = self._evaluation_s is not None or self._tried_s is not None
+        return seconds if is_known else min(MOST_UNSEEN * self._limit.all_s, seconds)
 
     def _spare_s(self, now: float) -> float:
         """Seconds that are left for steps, and for evaluations among them."""

@@ -93,6 +93,8 @@ class _Loop:
             self._record()
             if (early := self._early_end()) is not None:
                 return early
+        if self._deadline is not None:
+            self._deadline.try_evaluation()
         # What a forged or foreign state breaks, it breaks in the first step.
         step = rig.advance if state.from_checkpoint is None else self._step_from_checkpoint
         for window in self._windows(stop):
@@ -175,6 +177,8 @@ class _Loop:
         if not state.history or state.history[-1]["step"] != self._rig.steps:
             self._record(evaluates=deadline.may_evaluate())
             self._finish_record()
+            if deadline.goes_on():
+                return None
         state.is_cut = state.best.decides = True
         state.left_out = tuple(deadline.left_out())
         return deadline.why
