@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not run what is bel
     from hotlap.recipes.calls import load as load
     from hotlap.recipes.calls import predict as predict
     from hotlap.recipes.calls import train as train
+    from hotlap.searching.many import fit_many as fit_many
     from hotlap.searching.search import Search as Search
     from hotlap.searching.search import search as search
     from hotlap.store.files import load_plan as load_plan
@@ -78,6 +79,7 @@ _HOME = {
     "batch": "hotlap.kit.calls",
     "decoded": "hotlap.data.pictures",
     "fit": "hotlap.fitting.fit",
+    "fit_many": "hotlap.searching.many",
     "load": "hotlap.recipes.calls",
     "load_plan": "hotlap.store.files",
     "load_weights": "hotlap.store.weights",

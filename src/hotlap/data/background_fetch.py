@@ -150,7 +150,7 @@ class BackgroundFetch:
     def _lead(self, fetch: Fetch, parent: int) -> NoReturn:
         status = 1
         try:
-            _end_with(parent)
+            end_with(parent)
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             for given in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
                 signal.signal(given, signal.SIG_DFL)
@@ -160,7 +160,7 @@ class BackgroundFetch:
             for number in range(1, self.processes):
                 pid = os.fork()
                 if pid == 0:
-                    _end_with(leader)
+                    end_with(leader)
                     self._work(fetch, number)
                     os._exit(0)
                 others.append(pid)
@@ -191,7 +191,7 @@ def _shared(total: int, like: Tensor) -> Tensor:
     return torch.frombuffer(mmap.mmap(-1, size), dtype=like.dtype).view(shape)
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
     """End this process when its parent ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # which has ended already

@@ -130,6 +130,13 @@ def seed_host(seed: int) -> None:
         generator.seed(seed)
 
 
+def seed_all(seed: int) -> None:
+    """Seed the generators of the host and of the GPU in use."""
+    seed_host(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed(seed)
+
+
 @contextmanager
 def host_seeded(seed: int) -> Iterator[None]:
     """Seed the host's generators inside `with`, and restore them afterwards."""

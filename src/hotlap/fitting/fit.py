@@ -37,6 +37,7 @@ from hotlap.fitting.record import (
     note_gone_on,
     read_end,
     read_record,
+    resume_words,
     start_record,
     weights_key,
     write_record,
@@ -177,6 +178,28 @@ def fit(
     finally:
         if task is not None:
             _let_go(task, session)
+        randomness.restore()
+
+
+def ended_run(job: Job, folder: Path) -> Run:
+    """The Run of a training of this job that has ended in a folder; the job's model gets its weights.
+
+    Raises StoreError where it has not ended, or was another training.
+    """
+    device, console = machine.choose_device(job.device), open_console(False)
+    dataset, randomness = training_dataset(job, workers=0, on_gpu=device.type == "cuda"), Randomness(device)
+    session: RunSession | None = None
+    task = set_up(job, dataset, OFF, device, console, save_every=0)
+    try:
+        session = RunSession(RunFolder.open(folder), task)
+        record = read_record(session.folder)
+        _refuse(session.folder, differences(record.facts.get("identity", {}), finite(task.identity)), False)
+        run = None if record.ended is None else as_it_ended(task, session, record.ended, [])
+        if run is None:
+            raise StoreError(f"{folder} has not ended; go on with: {resume_words(session.folder)}")
+        return run
+    finally:
+        _let_go(task, session)
         randomness.restore()
 
 
@@ -403,7 +426,10 @@ class AnotherTrainingError(StoreError):
         self, what: str, advice: str = "resume it as it was, or allow the changes (allow_changes=True, --allow-changes)"
     ) -> None:
         super().__init__(f"{what}; {advice}")
-        self.what = what
+        self.what, self._advice = what, advice
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.what, self._advice)
 
 
 def _refuse(folder: RunFolder, changed: list[str], allow_changes: bool) -> None:

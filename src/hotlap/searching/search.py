@@ -4,31 +4,32 @@ from __future__ import annotations
 
 import gc
 import json
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from hotlap import plots
 from hotlap.core.console import Console, open_console
-from hotlap.core.errors import JobError, StoreError, TrainingError, first_line, listed, shown
+from hotlap.core.errors import JobError, StoreError, TrainingError, listed, shown
 from hotlap.core.job import Job
 from hotlap.core.plan import Plan
 from hotlap.core.terminal import clean
 from hotlap.core.units import MIB, show_seconds
-from hotlap.data.order import mix, seed_host
+from hotlap.data.order import mix, seed_all
 from hotlap.engine.snapshot import Randomness
 from hotlap.fitting.deadline import MARGIN, TimeLimit
-from hotlap.fitting.fit import AnotherTrainingError, fit
+from hotlap.fitting.fit import AnotherTrainingError, ended_run, fit
 from hotlap.fitting.run import Run
 from hotlap.fitting.task import TUNED, Found
 from hotlap.fitting.tuning import was_tuned
 from hotlap.machine.device import choose_device
+from hotlap.searching.at_once import checked
+from hotlap.searching.processes import failure
 from hotlap.searching.space import Space, checked_space, described
+from hotlap.searching.trainings import Ended, Judge, Trainings
 from hotlap.searching.trials import Trials, Tried, optuna_or_why_not
 from hotlap.store.disk import read_small
 from hotlap.store.files import from_json, write_text
@@ -107,6 +108,7 @@ def search(
     plan: Plan | Mapping[str, Any] | str | Path | None = None,
     prune: bool = True,
     seed: int = 0,
+    at_once: int | None = None,
     save_every: int | None = None,
     progress: bool = True,
 ) -> Search:
@@ -125,6 +127,8 @@ def search(
         plan: As for `fit`. With "auto" each trial begins with the plan that an earlier one found.
         prune: End a trial from its second evaluation on if it is worse there than the median of at least five others.
         seed: Decides the values and the first weights of each trial.
+        at_once: Trials that train at once, each in a process of its own on the CPU. None: as many as hotlap measures
+            to be fastest, once the first trial has ended. The values of a trial depend on which others have ended.
         save_every: Updates between checkpoints of a trial, as for `fit`.
         progress: Show progress on stderr.
 
@@ -135,6 +139,7 @@ def search(
     optuna_or_why_not()
     if isinstance(trials, bool) or not isinstance(trials, int) or not 1 <= trials <= MOST_TRIALS:
         raise JobError([f"trials={shown(trials)} must be a whole number from 1 to {MOST_TRIALS:,}"])
+    wanted_at_once = checked(at_once)
     made, parts = _job_maker(space, job)
     about: dict[str, Any] = {"format": FORMAT, "space": None if parts is None else described(parts), "seed": seed}
     if resume is None:
@@ -155,6 +160,7 @@ def search(
             save_every=save_every,
             console=console,
             about=about,
+            trainings=Trainings(wanted_at_once, console),
             monitor=str(about.get("monitor") or ""),
         )
         return searching.run()
@@ -207,6 +213,17 @@ def _gone_on(folder: Path, out: str | Path | None, now: dict[str, Any]) -> dict[
 
 
 @dataclass(kw_only=True)
+class Attempt:
+    """A trial in progress."""
+
+    trial: Any
+    eval_every: int | None = None
+    epochs: int | None = None
+    is_of_trees: bool = False
+    is_pruned: bool = False
+
+
+@dataclass(kw_only=True)
 class _Searching:
     """A search that runs."""
 
@@ -220,21 +237,24 @@ class _Searching:
     save_every: int | None
     console: Console
     about: dict[str, Any]
+    trainings: Trainings
     found: Found | None = None
     """The plan that a trial has found."""
     tree_plan: TreePlan | None = None
     """The same of trees."""
     monitor: str = ""
-    best: tuple[int, Run | TreeRun] | None = None
-    """The number and the run of the best trial of this process: the only model that stays in memory."""
+    best: Ended | None = None
+    """The best trial of this process: if it was trained here, the only model that stays in memory."""
+    attempts: dict[int, Attempt] = field(default_factory=dict)
+    """The trials in progress, by their numbers."""
 
     def run(self) -> Search:
         """Make all trials, and write down what came of them."""
         self.write()
-        for trial in self.trials.begun():
-            self.attempt(trial)
-        while len(self.trials) < self.wanted and self.has_time():
-            self.attempt(self.trials.ask())
+        for job, ended in self.trainings.run(self.numbers(), self.begin, self.trained, self.judged):
+            self.take_in(job, ended)
+            del job, ended
+            gc.collect()  # models hold themselves in circles
         best = self.trials.best()
         if best is None:
             tried = self.trials.tried()
@@ -242,6 +262,8 @@ class _Searching:
             raise TrainingError(f"none of {len(tried)} trials completed; the first: {why}")
         score = best.score
         assert score is not None
+        if len(self.trainings.ledger):
+            RunFolder(self.folder).write_ledger(self.trainings.ledger)
         importance, left_out = self.trials.importance(), self.left_out()
         self.draw(importance)
         self.write(best=best.number, importance=importance, left_out=left_out)
@@ -256,35 +278,59 @@ class _Searching:
             folder=self.folder,
         )
 
-    # --- one trial ---------------------------------------------------------------------------------
+    # --- trials ------------------------------------------------------------------------------------
 
-    def attempt(self, trial: Any) -> None:
-        """Make a trial; what it raises is written down, unless it ends the process."""
-        began = time.perf_counter()
+    def numbers(self) -> Iterator[int]:
+        """The trials to make: those that were interrupted, and new ones while there is time."""
+        for trial in self.trials.begun():
+            self.attempts[trial.number] = Attempt(trial=trial)
+            yield trial.number
+        while len(self.trials) < self.wanted and self.has_time():
+            trial = self.trials.ask()
+            self.attempts[trial.number] = Attempt(trial=trial)
+            yield trial.number
+
+    def begin(self, number: int) -> Job | TreeJob:
+        """The job of a trial."""
+        attempt = self.attempts[number]
+        job = self.job_of(attempt.trial, number)
+        attempt.is_of_trees = isinstance(job, TreeJob)
+        if isinstance(job, Job):
+            attempt.eval_every, attempt.epochs = job.eval_every, job.epochs
+        return job
+
+    def take_in(self, job: Job | TreeJob | None, ended: Ended) -> None:
+        """Write down what became of a trial, whatever it raised; another training in its folder ends the search."""
+        attempt, error = self.attempts.pop(ended.number), ended.error
+        if isinstance(error, AnotherTrainingError):
+            raise error
         try:
-            job = self.job_of(trial, trial.number)
-            pruned: list[str] = []
-            run = self.trained(job, trial.number, partial(self.judged, trial, job, pruned))
-            score, took_s = self.score_of(run), time.perf_counter() - began
-            if pruned or self.is_cut(run):
-                self.trials.pruned(trial, took_s, run.stopped)
+            if error is not None:
+                raise error
+            score = self.score_of(ended)
+            if attempt.is_pruned or self.is_cut(ended):
+                self.trials.pruned(attempt.trial, ended.seconds, ended.stopped)
             else:
-                self.trials.completed(trial, score, took_s, run.stopped)
-            self.keep(trial.number + 1, run)
-        except AnotherTrainingError:
-            raise
-        except Exception as error:
-            self.trials.failed(trial, time.perf_counter() - began, f"{type(error).__name__}: {first_line(error)}")
-        self.say(self.trials.tried()[trial.number])
+                self.trials.completed(attempt.trial, score, ended.seconds, ended.stopped)
+            self.keep(ended)
+        except Exception as raised:
+            self.trials.failed(attempt.trial, ended.seconds, failure(raised))
+        self.say(self.trials.tried()[ended.number])
         self.write()
-        gc.collect()  # models hold themselves in circles
+        if isinstance(job, Job) and isinstance(ended.run, Run):
+            self.trainings.decide(
+                job,
+                self.found or self.plan,
+                each_s=ended.seconds,
+                steps=ended.run.steps,
+                left=self.wanted - len(self.trials),
+                left_s=math.inf if self.limit is None else self.limit.left_s - self.closing_s,
+            )
 
     def job_of(self, trial: Any, number: int) -> Job | TreeJob:
         """The job of a trial; its first weights depend on the seed and its number alone."""
         seed = mix(self.seed, number)
-        seed_host(seed)
-        if torch.cuda.is_available():
-            torch.cuda.manual_seed(seed)
+        seed_all(seed)
         job = self.made(trial)[1]()
         if not isinstance(job, (Job, TreeJob)):
             raise JobError([f"the function gave {shown(job)}, and no Job"])
@@ -300,11 +346,9 @@ class _Searching:
             raise JobError([f"its monitor is {monitor}, that of the first trial {self.monitor}"])
         self.monitor, self.trials.sign = monitor, -1.0 if higher else 1.0
 
-    def trained(
-        self, job: Job | TreeJob, number: int, judged: Callable[[dict[str, Any]], str | None] | None = None
-    ) -> Run | TreeRun:
+    def trained(self, number: int, job: Job | TreeJob, judged: Judge | None = None) -> Run | TreeRun:
         """Train a trial's job in its folder, or go on there."""
-        folder = self.folder / "trials" / f"{number + 1:04d}"
+        folder = self.trial_folder(number)
         if isinstance(job, TreeJob):
             return self.grown(job, folder)
         is_begun = (folder / "plan.toml").is_file()
@@ -321,6 +365,10 @@ class _Searching:
             on_evaluation=judged,
         )
 
+    def trial_folder(self, number: int) -> Path:
+        """The folder of a trial, whose number counts from 0 on."""
+        return self.folder / "trials" / f"{number + 1:04d}"
+
     def grown(self, job: TreeJob, folder: Path) -> TreeRun:
         """Train trees, or go on where a trial was interrupted."""
         plan = self.tree_plan if self.tree_plan is not None else self.plan
@@ -328,40 +376,43 @@ class _Searching:
         out, resume = (None, folder) if is_begun else (folder, None)
         return fit_trees(job, plan=plan, out=out, resume=resume, progress=False)
 
-    def judged(self, trial: Any, job: Job | TreeJob, pruned: list[str], record: dict[str, Any]) -> str | None:
+    def judged(self, number: int, record: dict[str, Any]) -> str | None:
         """Take in an evaluation of a trial; why it is pruned, or None."""
-        if self.monitor not in record or isinstance(job, TreeJob):
+        attempt = self.attempts[number]
+        if self.monitor not in record or attempt.is_of_trees:
             return None
-        at = record["epoch"] if job.eval_every is None else record["step"] // job.eval_every
-        done = at / max(1, job.epochs if job.eval_every is None and job.epochs else at + 1)
+        trial = attempt.trial
+        at = record["epoch"] if attempt.eval_every is None else record["step"] // attempt.eval_every
+        done = at / max(1, attempt.epochs if attempt.eval_every is None and attempt.epochs else at + 1)
         words = f"trial {trial.number + 1}/{self.wanted} · {self.monitor} {record[self.monitor]:.4g}{self.best_words()}"
         self.console.show(trial.number + min(1.0, done), self.wanted, lambda width: words[:width])
         if not self.trials.report(trial, record[self.monitor], at):
             return None
-        pruned.append("pruned: worse than the median of the trials before")
-        return pruned[0]
+        attempt.is_pruned = True
+        return "pruned: worse than the median of the trials before"
 
-    def score_of(self, run: Run | TreeRun) -> float:
-        """What a run is judged by: the figure of the weights that its model has."""
-        if isinstance(run, TreeRun):
-            monitor = next(name for name in run.best if name != "round")
+    def score_of(self, ended: Ended) -> float:
+        """What a trial is judged by: the figure of the weights that its model has."""
+        if isinstance(ended.run, TreeRun):
+            monitor = next(name for name in ended.best if name != "round")
             self.judge_by(monitor, higher=more_is_better(monitor.removeprefix("valid_")))
-        score = run.best.get(self.monitor)
+        score = ended.best.get(self.monitor)
         if score is None:
-            raise TrainingError(f"there was no evaluation; {run.stopped}")
+            raise TrainingError(f"there was no evaluation; {ended.stopped}")
         return float(score)
 
-    def is_cut(self, run: Run | TreeRun) -> bool:
+    def is_cut(self, ended: Ended) -> bool:
         """Whether the deadline has cut a trial short, which makes it no match for others; the first one counts."""
-        return isinstance(run, Run) and bool(run.left_out) and self.trials.best() is not None
+        return bool(ended.left_out) and self.trials.best() is not None
 
-    def keep(self, number: int, run: Run | TreeRun) -> None:
-        """Keep the run if it is the best so far, and the plan that it found."""
-        best = self.trials.best()
-        if best is not None and best.number == number:
-            self.best = (number, run)
+    def keep(self, ended: Ended) -> None:
+        """Keep the trial if it is the best so far, and the plan that it found."""
+        best, run = self.trials.best(), ended.run
+        if best is not None and best.number == ended.number + 1:
+            self.best = ended
         if isinstance(run, TreeRun):
             self.tree_plan = run.plan
+        if not isinstance(run, Run):
             return
         is_tuned = self.plan in (None, TUNED) and was_tuned(run.ledger)
         if self.found is None and is_tuned:
@@ -385,8 +436,8 @@ class _Searching:
         """What there was no time for."""
         missing = self.wanted - len(self.trials)
         trials = [f"{missing:,} of {self.wanted:,} trials"] if missing > 0 else []
-        best = None if self.best is None else self.best[1]
-        cut = [f"trial {self.best[0]}: {line}" for line in best.left_out] if self.best and isinstance(best, Run) else []
+        best = self.best
+        cut = [] if best is None else [f"trial {best.number + 1}: {line}" for line in best.left_out]
         return (*trials, *cut)
 
     # --- what came of it ---------------------------------------------------------------------------
@@ -397,10 +448,12 @@ class _Searching:
 
     def run_of(self, best: Tried) -> Run | TreeRun:
         """The best trial's run; where an earlier process made it, read from its folder."""
-        if self.best is not None and self.best[0] == best.number:
-            return self.best[1]
+        mine = self.best
+        if mine is not None and mine.number == best.number - 1 and isinstance(mine.run, (Run, TreeRun)):
+            return mine.run
         job = self.job_of(self.trials.again(best.number), best.number - 1)
-        return self.trained(job, best.number - 1)
+        folder = self.trial_folder(best.number - 1)
+        return ended_run(job, folder) if isinstance(job, Job) else self.grown(job, folder)
 
     def best_words(self) -> str:
         """The best so far, in words."""
