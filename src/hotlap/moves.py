@@ -125,7 +125,7 @@ RESIDENT = Move(
     kind="A",
     propose=_resident,
     setup_s=_holding_s,
-    helps=("feeding",),
+    helps=("feeding", "pageable copies"),
     feeds="held",
 )
 STREAM = Move(
@@ -134,7 +134,7 @@ STREAM = Move(
     kind="A",
     propose=_stream,
     setup_s=_holding_s,
-    helps=("feeding",),
+    helps=("feeding", "pageable copies"),
     feeds="held",
 )
 GATHER = Move(
@@ -143,7 +143,7 @@ GATHER = Move(
     kind="A",
     propose=_gather,
     setup_s=_holding_s,
-    helps=("feeding",),
+    helps=("feeding", "pageable copies"),
     feeds="held",
 )
 WORKERS = Move(
@@ -152,7 +152,7 @@ WORKERS = Move(
     kind="A",
     propose=_workers,
     setup_s=lambda plan, rig: WORKER_S * plan.feed.workers,
-    helps=("feeding",),
+    helps=("feeding", "pageable copies"),
     feeds="fetched",
 )
 

@@ -64,7 +64,7 @@ def test_moves_that_a_short_run_could_not_pay_for_are_tried_once_it_turns_out_lo
 
     length = Guessed(3000)
     training = Clocked(monkeypatch, updates=length)
-    training.tuner._search._probe.__class__ = Slow
+    training.tuner._search.probe.__class__ = Slow
     training.train(600)
     assert training.gate.asked == []
     assert not training.tuner.done
@@ -75,7 +75,7 @@ def test_moves_that_a_short_run_could_not_pay_for_are_tried_once_it_turns_out_lo
 
 def test_what_it_cost_to_find_that_nothing_may_be_tried_is_told(monkeypatch):
     training = Clocked(monkeypatch, updates=Guessed(1100))
-    training.tuner._search._probe.look = lambda lap, may_s: setattr(training, "now", training.now + 2.0)
+    training.tuner._search.probe.look = lambda lap, may_s: setattr(training, "now", training.now + 2.0)
     training.train(1100)
     training.tuner.ended()
     assert training.figures()["cost_s"] == 2.0

@@ -20,7 +20,7 @@ def ledger_of(*entries):
 
 def test_a_move_that_arithmetic_leaves_no_room_for_was_not_tried(monkeypatch):
     training = Clocked(monkeypatch, pace=lambda plan: OWN_S, moves=(RESIDENT,))
-    monkeypatch.setattr(type(training.tuner._search._probe), "most_gain", lambda *_: (1.01, "at most 1.01x"))
+    monkeypatch.setattr(type(training.tuner._search.probe), "most_gain", lambda *_: (1.01, "at most 1.01x"))
     training.train(500)
     assert training.tuner.done
     assert training.gate.asked == []

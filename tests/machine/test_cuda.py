@@ -97,12 +97,12 @@ def test_the_library_is_started_once_per_process(monkeypatch):
 
     started = []
     monkeypatch.setattr(pynvml, "nvmlInit", lambda: started.append(1))
-    cuda._started.cache_clear()
+    cuda.started_nvml.cache_clear()
     try:
-        assert cuda._started() is cuda._started()
+        assert cuda.started_nvml() is cuda.started_nvml()
         assert started == [1]
     finally:
-        cuda._started.cache_clear()
+        cuda.started_nvml.cache_clear()
 
 
 def listed(uuid, bus_id):

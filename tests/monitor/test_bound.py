@@ -42,6 +42,28 @@ def on_gpu(**figures):
         ("launching", on_gpu(step_s=1.05 * MS)),
         # The shorter of issuing and computing is lost to the wait.
         ("synchronising", on_gpu(step_s=2 * MS, waits=1)),
+        # The host waits in the copy: for the copy itself, for the device, or not much beside its launches.
+        ("pageable copies", on_gpu(step_s=10 * MS, issue_s=9.9 * MS, pageable_bytes=7.7e7)),
+        (
+            "arithmetic",
+            on_gpu(
+                step_s=10 * MS,
+                issue_s=9.9 * MS,
+                pageable_bytes=1e6,
+                census=Census(operations=100, flops=4 * 10**11, bytes=10**8),
+            ),
+        ),
+        ("memory traffic", on_gpu(step_s=10 * MS, issue_s=9.9 * MS, pageable_bytes=1e6)),
+        (
+            "launching",
+            on_gpu(
+                step_s=10 * MS,
+                issue_s=9.9 * MS,
+                pageable_bytes=1e6,
+                census=Census(operations=2500, flops=10**6, bytes=10**6),
+            ),
+        ),
+        ("feeding", on_gpu(step_s=10 * MS, feed_s=7 * MS, issue_s=2.9 * MS, pageable_bytes=1e6)),
         ("synchronising", on_gpu(step_s=1.7 * MS, waits=2)),
         ("launching", on_gpu(step_s=1.1 * MS, waits=1)),
         ("feeding", on_gpu(step_s=10 * MS, feed_s=8 * MS, waits=1)),
@@ -81,6 +103,10 @@ def test_every_bound_is_told_from_its_figures(bound, diagnosis):
             on_gpu(step_s=2 * MS, waits=1, calibration=GPU),
         ),
         (
+            "bound by pageable copies: copying a batch from memory that is not pinned takes 7.7 of 10 ms",
+            on_gpu(step_s=10 * MS, issue_s=9.9 * MS, pageable_bytes=7.7e7),
+        ),
+        (
             "bound by memory traffic: reading and writing what its operations touch takes about 2.5 of 5 ms",
             on_gpu(step_s=5 * MS, census=Census(operations=50, flops=10**11, bytes=10**10)),
         ),
@@ -97,6 +123,18 @@ def test_the_line_for_people_gives_the_time_it_takes(line, diagnosis):
 def test_on_a_cpu_the_shares_add_up():
     for feed_s in (0.0, 0.3 * MS, 5 * MS):
         assert sum(on_cpu(step_s=1 * MS, feed_s=feed_s).shares.values()) == pytest.approx(1)
+
+
+def test_a_host_that_waits_in_a_copy_from_pageable_memory_is_not_called_busy_with_launching():
+    figures = {"step_s": 10 * MS, "issue_s": 9.9 * MS, "census": Census(operations=100, flops=4 * 10**11, bytes=10**8)}
+    assert on_gpu(**figures).bound == "launching"
+    found = on_gpu(**figures, pageable_bytes=1e6)
+    assert found.shares["launching"] == pytest.approx(0.1)
+    assert found.shares["arithmetic"] == pytest.approx(0.88, abs=0.01)
+
+
+def test_on_a_cpu_nothing_is_copied_to_a_device():
+    assert on_cpu(step_s=10 * MS, pageable_bytes=1e9).shares["pageable copies"] == 0
 
 
 def test_the_floor_is_the_larger_of_arithmetic_and_traffic_in_each_precision():
@@ -128,7 +166,15 @@ def test_a_step_a_little_faster_than_its_floor_lowers_it_and_one_much_faster_mak
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"step_s": 0.0}, {"step_s": float("nan")}, {"feed_s": -1.0}, {"waits": -1}, {"least_bytes": float("inf")}]
+    "wrong",
+    [
+        {"step_s": 0.0},
+        {"step_s": float("nan")},
+        {"feed_s": -1.0},
+        {"waits": -1},
+        {"least_bytes": float("inf")},
+        {"pageable_bytes": -1.0},
+    ],
 )
 def test_a_figure_that_is_no_time_or_count_is_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):

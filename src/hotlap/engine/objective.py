@@ -251,6 +251,8 @@ class Totals:
         self._sum = torch.zeros((), dtype=torch.float64, device=device)
         self._device_count = torch.zeros((), dtype=torch.float64, device=device)
         self._count = 0
+        self.resets = 0
+        """How often it started again from zero."""
 
     def add(self, scored: Scored, skipped: Tensor | None = None) -> None:
         """Add a loss, unless `skipped` (a flag on the device) shows that its update was skipped."""
@@ -289,15 +291,20 @@ class Totals:
 
     def take(self) -> PendingMean:
         """Return the mean so far, unread, and start again."""
-        taken = PendingMean(torch.stack((self._sum, self._device_count)), self._count)
+        taken = self.peek()
         self.reset()
         return taken
+
+    def peek(self) -> PendingMean:
+        """Return the mean so far, unread."""
+        return PendingMean(torch.stack((self._sum, self._device_count)), self._count)
 
     def reset(self) -> None:
         """Start again from zero."""
         self._sum.zero_()
         self._device_count.zero_()
         self._count = 0
+        self.resets += 1
 
     def saved(self) -> tuple[Tensor, Tensor, int]:
         """A copy of the values."""

@@ -48,10 +48,11 @@ from hotlap.fitting.task import EVERYTHING, FIXED, OFF, TUNED, Found, Task, set_
 from hotlap.fitting.training import train
 from hotlap.guard.identity import differences, exact_identity
 from hotlap.guard.saving import import_state
+from hotlap.monitor.sampler import is_wanted
 from hotlap.store.cache import Cache, model_key, store_model, stored_model
 from hotlap.store.checkpoints import KEPT
-from hotlap.store.files import load_plan
-from hotlap.store.run_folder import RunFolder, finite
+from hotlap.store.files import finite, load_plan
+from hotlap.store.run_folder import RunFolder
 from hotlap.store.weights import load_weights_into, unwrapped
 
 log = logger(__name__)
@@ -130,6 +131,7 @@ def fit(
     """
     limit = None if finish_in is None else TimeLimit.of(finish_in)
     _check_job(job, unnamed)
+    is_wanted()  # a mistake in the variable must show now
     call = next_call()
     device = machine.choose_device(job.device, require_gpu=require_gpu)
     if (reason := why_no_gradients()) is not None:

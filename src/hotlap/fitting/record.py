@@ -30,8 +30,8 @@ from hotlap.engine.rig import Rig
 from hotlap.fitting.session import counts, records
 from hotlap.fitting.task import trained_tensors
 from hotlap.store.disk import read_small
-from hotlap.store.files import from_json, write_text
-from hotlap.store.run_folder import RunFolder, finite
+from hotlap.store.files import finite, from_json, write_text
+from hotlap.store.run_folder import RunFolder
 from hotlap.store.tensors import why_not_stored
 from hotlap.store.weights import load_weights, unwrapped
 

@@ -15,7 +15,8 @@ from hotlap.core.plan import Plan
 from hotlap.core.table import as_json, table
 from hotlap.core.terminal import clean
 from hotlap.core.units import show_bytes, show_rate, show_seconds
-from hotlap.store.run_folder import Artefact, RunFolder, finite
+from hotlap.store.files import finite
+from hotlap.store.run_folder import Artefact, RunFolder
 
 
 @dataclass(frozen=True, kw_only=True)

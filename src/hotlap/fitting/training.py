@@ -16,6 +16,7 @@ from hotlap.core.terminal import clean
 from hotlap.engine.objective import PendingMean
 from hotlap.engine.step import Window, is_out_of_memory
 from hotlap.fitting.deadline import Deadline, span_schedule
+from hotlap.fitting.live import LOOK_S, LiveTraining
 from hotlap.fitting.progress import Pace, format_record, status
 from hotlap.fitting.record import resume_words
 from hotlap.fitting.rescue import Rescue, within
@@ -24,6 +25,7 @@ from hotlap.fitting.task import Task
 from hotlap.fitting.tuning import chooser_for, tuning_line
 from hotlap.guard.saving import import_state
 from hotlap.guard.signals import StopRequest
+from hotlap.monitor.sampler import Sampler
 from hotlap.tuner.tuner import PlanChooser
 
 SIGNAL_S = 2.0
@@ -37,11 +39,13 @@ def train(task: Task, session: RunSession, state: ProgressState) -> str:
     user's own code or data is raised after a checkpoint of the last step that was made.
     """
     loop, rig, saves = _Loop(task, session, state), task.rig, task.save_every != 0
+    live = loop.live
     try:
-        with StopRequest() as stop:
+        with Sampler(session.folder.path, live.read, live.state), StopRequest() as stop:
             try:
-                stopped = loop.steps(stop)
+                stopped = live.stopped = loop.steps(stop)
             except Exception as error:
+                live.stopped = f"by an error: {type(error).__name__}"
                 loop.save_after(error)
                 raise
             loop.tuner.ended()
@@ -71,6 +75,7 @@ class _Loop:
         self._deadline = self._deadline_of(task)
         self._length = None if self._deadline is None else self._deadline.length
         self.tuner = chooser_for(self._task, self._length)
+        self.live = LiveTraining(task, session, state, self.tuner)
         self._rescue = Rescue(task.rig)
         self._told = self.tuner.done
         """Whether the outcome of tuning was shown, or there is none."""
@@ -85,8 +90,8 @@ class _Loop:
         """Make all steps that are left; why it ended."""
         job, rig, saver, state, clock = self._job, self._rig, self._session.saver, self._state, time.perf_counter
         tuner, rescue = self.tuner, self._rescue
-        every_s = self._voice.console.every_s
-        next_s = clock() + every_s
+        live, every_s = self.live, self._voice.console.every_s
+        next_s, look_s = clock() + every_s, clock() + LOOK_S
         if (early := self._early_end()) is not None:
             return early
         if state.from_checkpoint is not None and self._lacks_record():
@@ -114,7 +119,12 @@ class _Loop:
                 continue
             # Only now, with the next step under way: the device has no pause between epochs.
             self._finish_record()
-            if clock() >= next_s:
+            live.stepped()
+            now = clock()
+            if now >= look_s:
+                live.look()
+                look_s = clock() + LOOK_S
+            if now >= next_s:
                 self._show()
                 next_s = clock() + every_s
             if self._is_record_due() and self._has_time_to_evaluate():
@@ -130,7 +140,9 @@ class _Loop:
                 self._finish_record()
                 began = clock()
                 self._session.checkpoints.trusted = tuner.trusted
+                live.doing = "saving"
                 self._session.save(state)
+                live.doing = "training"
                 tuner.paused(clock() - began)
         self._finish_record()
         if stop.signal is not None:
@@ -214,7 +226,7 @@ class _Loop:
         less = self._rescue.use_less(error, window)
         self._voice.warn(f"out of memory at step {rig.steps:,}; from here on: {less}")
         self._task = within(self._task, rig.plan.memory)
-        self.tuner = chooser_for(self._task, self._length)
+        self.tuner = self.live.tuner = chooser_for(self._task, self._length)
         self._told = self.tuner.done
         return self.tuner
 
@@ -254,7 +266,9 @@ class _Loop:
                 if not stop.comes_within(SIGNAL_S):
                     raise
                 return
-            self.tuner.fed(time.perf_counter() - asked)
+            waited_s = time.perf_counter() - asked
+            self.live.fed_s += waited_s
+            self.tuner.fed(waited_s)
             yield window
 
     def _room(self) -> int:
@@ -328,12 +342,15 @@ class _Loop:
         if job.valid is None or not evaluates:
             return
         # The device goes from the last step to this without a pause: nothing has waited for that step.
+        self.live.doing = "evaluating"
         try:
             scores = rig.evaluate(job.valid, job.metrics, batch_size=job.eval_batch, collate=job.collate)
         except Exception:
             rig.totals.put_back(loss.numbers())
             self._open = None
             raise
+        finally:
+            self.live.doing = "training"
         record |= {("valid_loss" if name == "loss" else name): value for name, value in scores.items()}
         rig.schedule.evaluated(scores[job.monitor])
         self._open = (record, loss)

@@ -58,7 +58,7 @@ class Driver:
 
 
 @cache
-def _started() -> Any:
+def started_nvml() -> Any:
     """The NVML library, started once per process."""
     import pynvml
 
@@ -66,7 +66,7 @@ def _started() -> Any:
     return pynvml
 
 
-def read_driver(start: Callable[[], Any] = _started) -> Driver:
+def read_driver(start: Callable[[], Any] = started_nvml) -> Driver:
     """Ask the driver about all its GPUs; without a driver the answer is empty and holds the reason."""
     try:
         nvml = start()
@@ -84,10 +84,15 @@ def read_driver(start: Callable[[], Any] = _started) -> Driver:
 
 def same_gpu(gpu: DriverGpu, uuid: str | None, bus_id: str | None) -> bool:
     """Whether the driver and CUDA mean the same GPU; an index does not tell, since users may reorder GPUs."""
-    if uuid and gpu.uuid and _bare(uuid) == _bare(gpu.uuid):
+    return same_place(gpu.uuid, gpu.bus_id, uuid, bus_id)
+
+
+def same_place(uuid: str | None, bus_id: str | None, other_uuid: str | None, other_bus_id: str | None) -> bool:
+    """Whether two GPUs are one, by their uuids and places on the bus, as far as these are known."""
+    if uuid and other_uuid and _bare(uuid) == _bare(other_uuid):
         return True
     # A slice of a GPU (MIG) has its own uuid but shares its parent's place on the bus.
-    return bus_id is not None and bus_id == gpu.bus_id
+    return bus_id is not None and bus_id == other_bus_id
 
 
 def _driver_gpu(nvml: Any, index: int) -> DriverGpu:
@@ -193,7 +198,7 @@ def read_cuda() -> Cuda:
         warnings.simplefilter("always")
         try:
             if torch.cuda.is_available():
-                gpus = tuple(_cuda_gpu(index) for index in range(torch.cuda.device_count()))
+                gpus = tuple(cuda_gpu(index) for index in range(torch.cuda.device_count()))
             elif build is not None:
                 torch.cuda.init()  # type: ignore[no-untyped-call]
         except Exception as error:
@@ -239,7 +244,8 @@ def free_for_torch(device: torch.device) -> int:
     return int(max(0, min(torch.cuda.mem_get_info(device)[0] + unused, usable_bytes(device) - used)))
 
 
-def _cuda_gpu(index: int) -> CudaGpu:
+def cuda_gpu(index: int) -> CudaGpu:
+    """A GPU that torch sees, as CUDA numbers it."""
     import torch
 
     seen = torch.cuda.get_device_properties(index)

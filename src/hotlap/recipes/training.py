@@ -35,8 +35,8 @@ from hotlap.recipes.time_plan import TimePlan
 from hotlap.searching.search import FILE as SEARCH
 from hotlap.searching.search import search
 from hotlap.searching.trials import optuna_or_why_not
-from hotlap.store.files import write_text
-from hotlap.store.run_folder import RunFolder, finite
+from hotlap.store.files import finite, write_text
+from hotlap.store.run_folder import RunFolder
 from hotlap.store.weights import plain_state, save_state
 
 REPORT, CURVES, CONFUSION = "report.json", "curves.svg", "confusion.svg"

@@ -83,8 +83,8 @@ class Report:
         """A path relative to where the user started the script."""
         return folder.relative_to(self._home) if folder.is_relative_to(self._home) else folder
 
-    def _written(self, training: TrainingSummary, number: int) -> Path:
-        """Write the run folder of a training; later trainings get folders inside that of the first."""
+    def folder(self, number: int = 0) -> RunFolder:
+        """The run folder of a training, made where it is not there; later ones are inside that of the first."""
         folder = self._folders.get(number)
         if folder is None:
             first = self._folders.get(0)
@@ -92,6 +92,11 @@ class Report:
             folder = self._folders[number] = RunFolder.create(out, name=self._name, home=self._home)
             folder.write_environment(machine.environment())
             folder.write_started({"command": "run", "script": self._name})
+        return folder
+
+    def _written(self, training: TrainingSummary, number: int) -> Path:
+        """Write the run folder of a training."""
+        folder = self.folder(number)
         folder.write_ledger(training.ledger)
         folder.write_plan(training.plan)
         folder.write_artefacts()

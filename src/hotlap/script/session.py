@@ -24,9 +24,11 @@ from torch.utils.data import DataLoader
 from hotlap.core.errors import HotlapError, first_line
 from hotlap.core.ledger import Ledger
 from hotlap.core.plan import Feed
+from hotlap.core.terminal import logger
 from hotlap.core.torch_private import CLIP_NORM, CLIP_SCALE, frame_callback, or_none
 from hotlap.core.tricks import DECODED_ONCE, REPLAYED_CLIPPING, SHORT_STEP
 from hotlap.engine.capture.recording import is_recording
+from hotlap.monitor.sampler import Sampler
 from hotlap.script.advice import AttentionAdvice, Waits
 from hotlap.script.calls.call import ModuleCall
 from hotlap.script.feed.decoded_once import DecodedOnce, decoded_once
@@ -35,6 +37,7 @@ from hotlap.script.feed.feeds import Iterate
 from hotlap.script.feed.loader_proxy import LoaderProxy
 from hotlap.script.idle import WHY as COMPILES
 from hotlap.script.idle import CompileWatch, IdleCounter, TrainingSummary, is_inner
+from hotlap.script.live import LiveScript, Standing
 from hotlap.script.loop_finder import BackwardPasses, Loop, LoopFinder, ManualUpdates
 from hotlap.script.patches import Patches, untraced
 from hotlap.script.report import Report
@@ -45,6 +48,8 @@ from hotlap.script.tuning import ScriptTuning
 from hotlap.script.update.clipping import Clipping, clipping_patches
 from hotlap.script.update.updates import Shortcuts
 from hotlap.tuner.budget import Length
+
+log = logger(__name__)
 
 BEFORE, AFTER, CALLS, PASSES = "before", "after", "Module.__call__", "Tensor.backward"
 CREATING = ("__init__", "__setstate__")
@@ -119,6 +124,7 @@ class Session:
         self._earlier: WeakKeyDictionary[Optimizer, IdleCounter | TrainingSummary] = WeakKeyDictionary()
         """Trainings that the script left for another one, by the optimizer whose steps count."""
         self._faults = 0
+        self._sampler: Sampler | None = None
         self._guard = _Guarded(self)
         self._home = (os.getpid(), threading.get_ident())
 
@@ -152,6 +158,8 @@ class Session:
             self._end_training()
         except Exception as fault:
             self._report.fault(fault)
+        if self._sampler is not None:
+            self._sampler.__exit__()
         self._patches.take_out_all()
         if self._decoded is not None:
             self._decoded.close()
@@ -478,6 +486,31 @@ class Session:
         if self._decoded is not None and not training.uses(DECODED_ONCE):  # a plan file leaves it out
             self._decoded.close()
         self._idle = None
+        self._begin_samples(training.device)
+
+    def _begin_samples(self, device: torch.device) -> None:
+        """Sample beside the script if the user has named a folder for its run; by default hotlap leaves no thread."""
+        if self.settings.out is None or self._sampler is not None:
+            return
+        try:
+            folder = self._report.folder().path
+            live = LiveScript(self.settings.name, folder, device, self._standing)
+            self._sampler = Sampler(folder, live.read, live.state)
+            self._sampler.__enter__()
+        except (HotlapError, OSError) as error:
+            log.info("the script is not sampled: %s", first_line(error))
+
+    def _standing(self) -> Standing | None:
+        """How the training stands, for the thread of the sampler: it changes nothing."""
+        tuning, idle = self._tuning, self._idle
+        summary = idle._summary if idle is not None else None
+        if tuning is not None:
+            training, steps = tuning.training, idle.steps if idle is not None else 0
+            updates = training.before + training.steps + steps
+            return Standing(updates, self._expected_length(), training.plan, training.ledger, tuning.is_searching)
+        if idle is None or summary is None:
+            return None
+        return Standing(summary.updates + idle.steps, self._expected_length(), summary.plan, summary.ledger, False)
 
     def _begin_idle(self, tuning: ScriptTuning) -> None:
         """Nothing is left to do for this training: release it, and only count its steps."""

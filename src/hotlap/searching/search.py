@@ -5,7 +5,10 @@ from __future__ import annotations
 import gc
 import json
 import math
+import os
+import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,14 +29,16 @@ from hotlap.fitting.run import Run
 from hotlap.fitting.task import TUNED, Found
 from hotlap.fitting.tuning import was_tuned
 from hotlap.machine.device import choose_device
+from hotlap.monitor.sampler import is_wanted
 from hotlap.searching.at_once import checked
 from hotlap.searching.processes import failure
 from hotlap.searching.space import Space, checked_space, described
 from hotlap.searching.trainings import Ended, Judge, Trainings
 from hotlap.searching.trials import Trials, Tried, optuna_or_why_not
 from hotlap.store.disk import read_small
-from hotlap.store.files import from_json, write_text
-from hotlap.store.run_folder import RunFolder, RunLock, finite
+from hotlap.store.files import finite, from_json, write_text
+from hotlap.store.run_folder import RunFolder, RunLock
+from hotlap.store.telemetry import write_live
 from hotlap.trees.fit import TreeRun
 from hotlap.trees.fit import fit as fit_trees
 from hotlap.trees.job import TreeJob, TreePlan
@@ -486,6 +491,26 @@ class _Searching:
         score = {"monitor": self.monitor, "higher_is_better": self.trials.sign < 0}
         facts = finite({**self.about, **score, "wanted": self.wanted, **outcome, "trials": trials})
         write_text(self.folder / FILE, json.dumps(facts, indent=1, default=str) + "\n")
+        if is_wanted():
+            self.lay_out(ended=bool(outcome))
+
+    def lay_out(self, *, ended: bool) -> None:
+        """Write how the search stands, for `hotlap watch`; each trial does so in a folder of its own."""
+        best, done = self.trials.best(), sum(trial.state != "running" for trial in self.trials.tried())
+        state = {
+            "pid": os.getpid(),
+            "at": time.time(),
+            "ended": ended,
+            "kind": "search",
+            "unit": "trials",
+            "name": "search",
+            "step": done,
+            "steps": self.wanted,
+            "left_s": None if self.limit is None else max(0.0, self.limit.left_s),
+            "metrics": None if best is None else {self.monitor: best.score, "trial": best.number},
+        }
+        with suppress(OSError):  # a full disk, of which what was written before has told
+            write_live(self.folder, state)
 
 
 def _words(values: Mapping[str, Any]) -> str:

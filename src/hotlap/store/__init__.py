@@ -2,5 +2,5 @@
 
 `disk` holds the system calls of a save, `files` whole files and plans, `tensors` and `encoding` safetensors and JSON.
 `manifest` checks folders, of which `checkpoints` and `cache` (with `keys`) are made. `run_folder` is the folder of one
-run, `weights` reads and writes models, `archives` packs runs.
+run, and `telemetry` what it holds of a training that runs. `weights` reads and writes models, `archives` packs runs.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import stat
 import tempfile
@@ -110,6 +111,15 @@ def append_line(path: Path, line: str) -> None:
             file.write(line + "\n")
     except OSError as error:
         raise StoreError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def finite(value: Any) -> Any:
+    """`value` with null for NaN and infinity, which JSON cannot hold."""
+    if isinstance(value, dict):
+        return {name: finite(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _write_plain(path: Path, text: str) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import itertools
 import json
-import math
 import os
 import shutil
 import threading
@@ -22,7 +21,8 @@ from hotlap.core.ledger import Ledger
 from hotlap.core.plan import Plan
 from hotlap.core.units import MIB, show_bytes
 from hotlap.store.disk import read_small
-from hotlap.store.files import append_line, from_json, load_plan, read_text, save_plan, write_text
+from hotlap.store.files import append_line, finite, from_json, load_plan, read_text, save_plan, write_text
+from hotlap.store.telemetry import LIVE, SAMPLES
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,6 +37,8 @@ ABOUT = {
     "record.json": "what was trained, from which weights, and how it ended",
     "loss.safetensors": "trained weights of the loss",
     "artefacts.json": "this list",
+    SAMPLES: "GPU and host over time",
+    LIVE: "how it stood last; hotlap watch shows it",
     "checkpoints/": "to go on from: hotlap resume",
     "checkpoints.made": "says that there were checkpoints",
     "trees.json": "boosters with their targets, settings and plan",
@@ -47,6 +49,8 @@ MOST_LEDGER_BYTES = 64 * MIB
 """About 150,000 lines; a run has hundreds."""
 SET_UP = ("lock", "started.json", "environment.json", "record.json", "ledger.jsonl")
 """The files of a run folder before `plan.toml`, which makes it a run."""
+TELEMETRY = (SAMPLES, LIVE)
+"""Files that may be there from the first moment on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,14 +220,15 @@ def _nearest(path: Path) -> Path:
 
 
 def _is_half_set_up(folder: Path) -> bool:
-    """Whether a crash left this folder before it became a run; the lock is its first file."""
+    """Whether a crash left this folder before it became a run; its first file is the lock, or how it stood."""
     try:
         names = {file.name for file in folder.iterdir()}
     except OSError:
         return False
     # Names of unfinished files of `write_atomically`.
-    torn = tuple(f".{name}." for name in (*SET_UP, "plan.toml"))
-    return "lock" in names and all(name in SET_UP or name.startswith(torn) for name in names)
+    torn = tuple(f".{name}." for name in (*SET_UP, *TELEMETRY, "plan.toml"))
+    known = (*SET_UP, *TELEMETRY)
+    return bool({"lock", LIVE} & names) and all(name in known or name.startswith(torn) for name in names)
 
 
 def _fresh(parent: Path, name: str) -> Path:
@@ -241,15 +246,6 @@ def _fresh(parent: Path, name: str) -> Path:
         else:
             return path
     raise AssertionError("numbers never end")
-
-
-def finite(value: Any) -> Any:
-    """`value` with null for NaN and infinity, which JSON cannot hold."""
-    if isinstance(value, dict):
-        return {name: finite(one) for name, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 _locked_here: dict[Path, int] = {}

@@ -24,6 +24,7 @@ from hotlap.fitting.fit import next_call
 from hotlap.fitting.record import asked_by_command, note_gone_on, resume_words, start_record
 from hotlap.fitting.run import FinishedRun
 from hotlap.guard.signals import StopRequest
+from hotlap.monitor.sampler import Sampler, is_wanted
 from hotlap.store.cache import Cache, store_model, stored_model
 from hotlap.store.keys import key_of
 from hotlap.store.run_folder import RunFolder, RunLock
@@ -33,6 +34,7 @@ from hotlap.trees.files import content_of
 from hotlap.trees.growing import Grown, Watch
 from hotlap.trees.job import TreeJob, TreePlan
 from hotlap.trees.libraries import can_join, check_obeyed, hold
+from hotlap.trees.live import LiveTrees
 from hotlap.trees.model import (
     BOOSTERS,
     ModelRecord,
@@ -117,6 +119,7 @@ def fit(
     """
     if not isinstance(job, TreeJob):
         raise JobError([f"fit takes one TreeJob, not {type(job).__name__}: trees.fit(trees.TreeJob(x, y))"])
+    is_wanted()  # a mistake in the variable must show now
     start_s, call = time.perf_counter(), next_call()
     limit = None if finish_in is None else TimeLimit.of(finish_in)
     resume = asked_by_command(call) if resume is None else resume
@@ -223,14 +226,17 @@ class Training:
         with StopRequest() as stop:
             watch = Watch(stop, self._show, self._until_s(), saver)
             choice = Choice(job, hold(job, self._plan), self._plan, self._ledger, watch, saver)
-            if choice.left and tunes:
-                choice.find(machine.detect().cpu.cores, gpu=gpu)
-            elif choice.left:
-                choice.fix()
-            self._plan = choice.plan
-            saver.note(plan=asdict(self._plan), tunes=tunes and not choice.is_found, ran=choice.ran)
-            check_obeyed(job, choice.plan, choice.ran)
-            grown = choice.finish()
+            live = LiveTrees(job, self._folder.path, watch, lambda: choice.plan, self._ledger)
+            with Sampler(self._folder.path, live.read, live.state):
+                if choice.left and tunes:
+                    choice.find(machine.detect().cpu.cores, gpu=gpu)
+                elif choice.left:
+                    choice.fix()
+                self._plan = choice.plan
+                saver.note(plan=asdict(self._plan), tunes=tunes and not choice.is_found, ran=choice.ran)
+                check_obeyed(job, choice.plan, choice.ran)
+                grown = choice.finish()
+                live.stopped = self._why_ended(grown)
             train_s = saver.train_s
             record = record_of(job, self._plan, grown, choice.ran)
             contents = [booster.content for booster in grown]

@@ -12,7 +12,7 @@ import torch
 from hotlap.core.errors import first_line
 from hotlap.core.plan import MOST_REPLAY_STEPS, Feed, Plan
 from hotlap.core.terminal import logger
-from hotlap.core.torch_private import cuda_sleep
+from hotlap.core.torch_private import cuda_sleep, tree_leaves
 from hotlap.core.units import show_seconds
 from hotlap.data.batches import map_tensors
 from hotlap.engine.rig import Rig
@@ -61,6 +61,7 @@ class Probe:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._diagnosis: Diagnosis | None = None
+        self._diagnosed: Plan | None = None
         self._feeding: float | None = None
         self._behind = 1.0
         self._step_s = 0.0
@@ -97,7 +98,7 @@ class Probe:
     @property
     def is_hopeful(self) -> bool:
         """Whether the device was seen to wait for what moves can spare the host."""
-        return self._behind < IDLE and self.bound in ("feeding", "launching")
+        return self._behind < IDLE and self.bound in ("feeding", "pageable copies", "launching")
 
     @property
     def bound(self) -> str:
@@ -107,6 +108,13 @@ class Probe:
         if (self._feeding or 0.0) > 0.5:
             return "feeding"
         return "launching" if self._device.type == "cpu" or self._behind < IDLE else "arithmetic"
+
+    @property
+    def diagnosed(self) -> tuple[Diagnosis, Plan] | None:
+        """What was found of a step and the plan that it was made under; None where none was counted."""
+        if self._diagnosis is None or self._diagnosed is None:
+            return None
+        return self._diagnosis, self._diagnosed
 
     @property
     def line(self) -> str:
@@ -175,8 +183,10 @@ class CountingProbe(Probe):
             return
         with rig.aside():
             window = next(rig.windows(room=lambda: 1))
+            pageable = _pageable_bytes(window) if rig.device.type == "cuda" else 0
             counted = census(lambda: rig.advance(window))
             least_bytes = least_traffic(rig.optimizer)
+        self._diagnosed = rig.plan
         self._diagnosis = diagnose(
             step_s=lap.step_s,
             feed_s=lap.feed_s or 0.0,
@@ -185,6 +195,7 @@ class CountingProbe(Probe):
             calibration=rates,
             precision=rig.plan.numerics.precision,
             least_bytes=least_bytes,
+            pageable_bytes=pageable,
         )
 
     def _busy_s(self, step_s: float) -> float | None:
@@ -239,6 +250,12 @@ class CountingProbe(Probe):
             rig.release_other_plans()
             rig.keep_plans()
         return step_s
+
+
+def _pageable_bytes(window: Window) -> int:
+    """What a window brings in memory of the host that is not pinned."""
+    leaves = [leaf for piece in window.pieces for leaf in tree_leaves(piece) if isinstance(leaf, torch.Tensor)]
+    return sum(leaf.nbytes for leaf in leaves if leaf.device.type == "cpu" and not leaf.is_pinned())
 
 
 def _needed(plan: Plan) -> int:

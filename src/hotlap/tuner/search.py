@@ -75,7 +75,7 @@ class Search:
     ) -> None:
         self._rig, self._length, self._most_s = rig, length, most_s
         self._now = SearchState(rig, moves=(*MOVES, *OTHERS), length=length, probe=probe)
-        self.gate, self._probe, self._known = gate, probe, known
+        self.gate, self.probe, self._known = gate, probe, known
         self._postponed: dict[Move, float] = {}
         self._unpaid: dict[str, float] = {}
         """Names of moves that a longer run could pay for, and what trying each takes."""
@@ -120,14 +120,14 @@ class Search:
         self._now.begin(trials, lap)
         budget.is_hopeful = self._rig.device.type == "cuda"  # until it has been looked at
         needed_s = LOOK_UPDATES * lap.step_s
-        if self._probe.hope_of_feeding(lap) > 1:  # bringing batches another way takes few updates to try
+        if self.probe.hope_of_feeding(lap) > 1:  # bringing batches another way takes few updates to try
             needed_s = min(needed_s, FEEDING_S)
         if not (yield from self._until_it_pays(needed_s)):
             self._write_too_short(self._length().updates)
             return
         self._looked, lap = True, self._now.lap
         self._look(lap)
-        trials.write("baseline", "chosen", kind="baseline", why=self._probe.line, figures={"step_s": lap.step_s})
+        trials.write("baseline", "chosen", kind="baseline", why=self.probe.line, figures={"step_s": lap.step_s})
         self._rig.keep_plans()
         try:
             yield from self._as_found_before()
@@ -136,11 +136,11 @@ class Search:
             if self.plan == self.baseline and not self._is_known_open:
                 seen = self._hope()
                 budget.hoped_s = self._saved_s(max(seen, HOPE) if self._is_wide_arithmetic() else seen)
-                self._glance = at_a_glance(self._rig, self._now, self._probe, self._at_first())
+                self._glance = at_a_glance(self._rig, self._now, self.probe, self._at_first())
                 if self._glance.was_taken:
                     seen, self._now.seen = self._glance.gain, self._glance.moves
                     budget.is_seen = bool(self._glance.moves)
-                    budget.is_hopeful = self._probe.is_hopeful or budget.is_seen
+                    budget.is_hopeful = self.probe.is_hopeful or budget.is_seen
                     budget.hoped_s = self._saved_s(seen)
             yield from self._for_the_device()
             yield from self._at_once()
@@ -164,7 +164,7 @@ class Search:
     def _hope(self) -> float:
         """How many times as fast a step may become, as far as was measured; 1 where that is not much."""
         feed_stays = not any(move.feeds for move in self._possible)
-        return self._probe.hope(self._now.lap.step_s, feed_stays=feed_stays)
+        return self.probe.hope(self._now.lap.step_s, feed_stays=feed_stays)
 
     def _saved_s(self, gain: float) -> float:
         """What the rest of the run takes less where a step is so many times as fast."""
@@ -176,8 +176,8 @@ class Search:
         """Find out what bounds the training and which moves it can obey; both are known from then on."""
         budget, began = self._trials.budget, time.perf_counter()
         self._possible = everything(self._rig, self.plan, (*MOVES, *OTHERS)).made
-        self._probe.look(lap, may_s=budget.left_s)
-        budget.is_hopeful = self._probe.is_hopeful or self._hope() > 1 or self._is_wide_arithmetic()
+        self.probe.look(lap, may_s=budget.left_s)
+        budget.is_hopeful = self.probe.is_hopeful or self._hope() > 1 or self._is_wide_arithmetic()
         self._first_holding_s = self._holding_s()
         if self._is_holding_dear(DEAR):
             self._learns_until()
@@ -185,7 +185,7 @@ class Search:
 
     def _is_wide_arithmetic(self) -> bool:
         """Whether a GPU is busy in fp32 for which it has units of 16 bits; a glance at those is worth more."""
-        is_bound = self._probe.bound in BOUND_BY_DEVICE or self._probe.is_busy
+        is_bound = self.probe.bound in BOUND_BY_DEVICE or self.probe.is_busy
         if self._rig.device.type != "cuda" or not is_bound:
             return False
         weights = (weight for module in self._rig.modules for weight in module.parameters())
@@ -250,7 +250,7 @@ class Search:
 
         Where workers bring them, that is not seen: they may be as slow as the step, and hide what makes it faster.
         """
-        is_bound = self._probe.bound == "feeding"
+        is_bound = self.probe.bound == "feeding"
         while self._is_holding_dear(DEAR):
             updates = self._learns_until()
             if updates is None:
@@ -273,7 +273,7 @@ class Search:
             self._trials.reopen(self._unpaid)
             self._trials.reopen_slow()  # what gave nothing beside a slow feed
             self._unpaid.clear()
-            self._trials.budget.hoped_s = self._saved_s(max(self._hope(), self._probe.hope_of_feeding(self._now.lap)))
+            self._trials.budget.hoped_s = self._saved_s(max(self._hope(), self.probe.hope_of_feeding(self._now.lap)))
             yield from self._one_after_the_other()
 
     def _as_found_before(self) -> Laps:
@@ -313,7 +313,7 @@ class Search:
 
     def _for_the_device(self) -> Laps:
         """Where the device bounds the training, first what makes that faster, as far as it may be paid for by now."""
-        bound = self._probe.bound
+        bound = self.probe.bound
         if bound not in BOUND_BY_DEVICE or self._glance.moves:
             return
         yield from self._together(_paired())
@@ -330,7 +330,7 @@ class Search:
         proposed = self._narrowed()
         if proposed is None:
             return
-        if self._glance.moves or self._probe.is_bound_to_pay(self.plan, proposed):
+        if self._glance.moves or self.probe.is_bound_to_pay(self.plan, proposed):
             yield from self._together(self._at_first(), all_or_none=True)
 
     def _at_first(self) -> list[Move]:
@@ -347,7 +347,7 @@ class Search:
 
         def order(move: Move) -> tuple[bool, bool, float]:
             # What was made for a glance is there already.
-            is_there, helps = move in self._glance.moves, self._probe.bound in move.helps
+            is_there, helps = move in self._glance.moves, self.probe.bound in move.helps
             return not is_there, not helps, self._now.setup_s(move)
 
         for move in sorted(possible, key=order):
@@ -385,7 +385,7 @@ class Search:
         moves = [move for move in (*MOVES, *OTHERS) if move not in self._now.kept]
         # What is recorded is not bound by its host any more, and what helps against that comes last.
         is_recorded = self.plan.execution.mode == "captured"
-        bounds = set(BOUND_BY_DEVICE) if is_recorded else {self._probe.bound}
+        bounds = set(BOUND_BY_DEVICE) if is_recorded else {self.probe.bound}
         for move in sorted(moves, key=lambda move: (move.comes_last, bounds.isdisjoint(move.helps))):
             if move.name not in self._trials.refused:
                 yield from self._try(move)
@@ -449,7 +449,7 @@ class Search:
             own_s, found_s = trials.pace_s(self.baseline), trials.pace_s(self.plan)
             figures |= {"net_s": budget.net_s, "own_s": own_s, "found_s": found_s}
         if tried.a is not None or self._glance.moves:
-            why_slow = "; ".join(filter(None, (self._probe.line, self._glance.line)))
+            why_slow = "; ".join(filter(None, (self.probe.line, self._glance.line)))
             step_s = tried.a.step_s if tried.a is not None else budget.base_s
             trials.write("baseline", "chosen", kind="baseline", why=why_slow, figures={"step_s": step_s})
         trials.write("tuned", "chosen", kind="tuned", why=why, figures=figures)

@@ -13,6 +13,7 @@ from hotlap.core.ledger import Entry, Ledger
 from hotlap.core.plan import MOST_REPLAY_STEPS, Plan
 from hotlap.engine.protocol import TunableTraining
 from hotlap.engine.rig import Place, Rig
+from hotlap.monitor.bound import Diagnosis
 from hotlap.tuner.budget import Length, SpentError, savings
 from hotlap.tuner.gates import Gate, Judge
 from hotlap.tuner.known import KnownPlans
@@ -31,6 +32,11 @@ class PlanChooser:
     @property
     def trusted(self) -> int | None:
         """The last step at which the plan was seen to train as the user's own; None where nothing compares them."""
+        return None
+
+    @property
+    def diagnosed(self) -> tuple[Diagnosis, Plan] | None:
+        """What bounds a step, and the plan that it was made under; None where it was not looked at."""
         return None
 
     def drifted(self) -> int | None:
@@ -312,6 +318,11 @@ class Tuner(PlanChooser):
             self._go_on(lap)
         elif self._may_s < math.inf and self._spent_s() > self._may_s:
             self._give_up(SpentError(), "what may be spent on a trial is")
+
+    @property
+    def diagnosed(self) -> tuple[Diagnosis, Plan] | None:
+        """What bounds a step of the user's own plan, as far as it was counted."""
+        return self._search.probe.diagnosed
 
     def failed(self, error: Exception) -> bool:
         """Take in that a step broke. If a plan was on trial, it is dropped, and True says to make the step again."""
