@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -102,20 +103,8 @@ class Deadline:
 
     def try_evaluation(self) -> None:
         """Time a part of an evaluation; before the first one that says what all that needs the model will take."""
-        job, rig, samples = self._job, self._rig, self._samples
-        if not samples or isinstance(job.valid, DataLoader):  # a loader would start its workers for it
-            return
-        few = min(samples, max(job.batch_size or 1, samples // TRIED))
-        part = first_samples(job.valid, few)
-        try:
-            # In the training's batches: a larger one of few samples would be padded to the longest of all.
-            rig.evaluate(part, batch_size=job.batch_size, collate=job.collate)  # the first one takes longer
-            began = time.perf_counter()
-            rig.evaluate(part, batch_size=job.batch_size, collate=job.collate)
-        except Exception:  # it comes again where it is due, and is explained there
-            return
-        self._tried_s = (time.perf_counter() - began) * samples / few
-        self._first = self._mark = (rig.steps, time.perf_counter())
+        self._tried_s = expected_evaluation_s(self._rig, self._job)
+        self._first = self._mark = (self._rig.steps, time.perf_counter())
 
     def evaluated(self, seconds: float) -> None:
         """Take in what an evaluation took."""
@@ -253,6 +242,24 @@ class Deadline:
 
     def _lr(self) -> float:
         return float(self._rig.optimizer.param_groups[0]["lr"])
+
+
+def expected_evaluation_s(rig: Rig, job: Job) -> float | None:
+    """Seconds that an evaluation takes, by a part of it; None where none can be timed."""
+    if job.valid is None or isinstance(job.valid, DataLoader):  # a loader would start its workers for it
+        return None
+    samples = len(as_source(job.valid))
+    few = min(samples, max(job.batch_size or 1, samples // TRIED))
+    part, took = first_samples(job.valid, few), []
+    try:
+        for _ in range(3):
+            began = time.perf_counter()
+            # In the training's batches: a larger one of few samples would be padded to the longest of all.
+            rig.evaluate(part, batch_size=job.batch_size, collate=job.collate)
+            took.append(time.perf_counter() - began)
+    except Exception:  # it comes again where it is due, and is explained there
+        return None
+    return statistics.median(took) * samples / few
 
 
 def span_schedule(rig: Rig, job: Job, updates: int, total: int) -> None:

@@ -11,6 +11,7 @@ add its name to `NAMES`. Read first:
 | --- | --- |
 | `training`, `options` | `hotlap train`: every model trained and scored, the best kept, everything written down |
 | `time_plan` | `--finish-in`: what of all that fits into the time |
+| `profiles` | `--profile`: the time that is expected, and what earlier runs scored |
 | `answers`, `calls` | `hotlap predict`, and the same from Python |
 | `scores`, `onnx_files` | scores and thresholds, ONNX |
 | `tables`, `csv_files`, `parquet_files`, `kinds` | files as tables, whose columns have kinds |

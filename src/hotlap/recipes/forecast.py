@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -48,6 +48,7 @@ from hotlap.recipes.forecast_models import (
 )
 from hotlap.recipes.lag_features import MOST_ROWS, Lags, gap_line, shifted, time_column, times_of
 from hotlap.recipes.options import Options, below_one, is_file, option, outside
+from hotlap.recipes.profiles import network_s, trees_s
 from hotlap.recipes.recipe import Numbers, OwnCandidate, Prepared, Trained, Trainer
 from hotlap.recipes.tables import Table, read_table
 from hotlap.recipes.tabular import TabularRecipe, refuse, refuse_pictures
@@ -94,6 +95,11 @@ class ForecastOptions(Options):
     folds: int = option(3, "walk forward: times to train on what came before and answer what comes next", most=100)
     group: str = option("", "not for a forecast, of which the last part is held out")
     valid: str = option("", "not for a forecast, of which the last part is held out")
+
+    PROFILES: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "fast": {"models": ("ridge", "lightgbm"), "rounds": 50, "folds": 2},
+        "best": {"rounds": 300, "folds": 5, "patience": 6},
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -309,7 +315,10 @@ class ForecastRecipe(TabularRecipe):
         self.kept: dict[str, dict[str, Tensor]] = {}
         trained = {"ridge": self.train_ridge, "lstm": self.train_lstm}
         trained |= {name: partial(self.train_trees, name) for name in TREES}
-        own = [OwnCandidate(name=name, train=trained[name]) for name in self._installed()]
+        expected = {name: partial(self._expected_s, name) for name in ("lstm", *TREES)}
+        own = [
+            OwnCandidate(name=name, train=trained[name], expected_s=expected.get(name)) for name in self._installed()
+        ]
         return Prepared(
             reader=self.reader,
             candidates=(),
@@ -446,6 +455,15 @@ class ForecastRecipe(TabularRecipe):
         if rounds is not None:
             return TreeJob(x, z, rounds=rounds, **settings)
         return TreeJob(x, z, valid=held, rounds=options.rounds, patience=TREE_PATIENCE, **settings)
+
+    def _expected_s(self, name: str) -> float:
+        """What the trainings of a model take at most, on all folds and then on all rows."""
+        if name == "lstm":
+            whole_s = network_s(self.lstm_job(self.whole))
+        else:
+            whole_s = trees_s(self.tree_job(name, self.whole, self.tree_places(self.whole), self.options.rounds))
+        sizes = [len(part.train) for part in (*self.parts, self.whole)]
+        return whole_s * sum(sizes) / sizes[-1]
 
     def _share(self, number: int) -> float:
         """The share of a fold, from 1 on, in the rows that this one and all later trainings learn from."""

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -88,6 +88,8 @@ class ImageOptions(Options):
     tta: int = option(1, "views of each picture that an answer is the mean of: itself, mirrored, corners; up to 10")
     smoothing: float = option(0.1, "label smoothing")
     weight_decay: float = option(0.05, "weight decay of AdamW")
+
+    PROFILES: ClassVar[Mapping[str, Mapping[str, Any]]] = {"best": {"patience": 10}}
 
     def __post_init__(self) -> None:
         super().__post_init__()

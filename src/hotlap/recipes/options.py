@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, ClassVar, TypeVar, get_type_hints
 
 from hotlap.core.errors import JobError, StoreError, did_you_mean, shown
 from hotlap.core.units import MIB, read_seconds
@@ -24,6 +24,8 @@ OPTIONS = "options.toml"
 MOST_FILE_BYTES = MIB
 """Of an options file; a run's has some hundred."""
 _TYPES = {str: "TEXT", int: "INTEGER", float: "NUMBER", bool: "YES|NO"}
+EPOCHS = {"fast": 1 / 3, "balanced": 1.0, "best": 2.0}
+"""The profiles, and how many epochs each trains: a multiple of the recipe's own."""
 LONGEST_WORD, MOST_WORDS = 4096, 100
 """Characters of a word, as a path may have them, and words in a list."""
 
@@ -37,6 +39,9 @@ def option(default: Any, words: str, *, most: float | None = None) -> Any:
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """The options of every recipe; each recipe extends them. All are words, numbers or lists of words."""
+
+    PROFILES: ClassVar[Mapping[str, Mapping[str, Any]]] = {"best": {"patience": 6}}
+    """The values that other options have under a profile, unless they are given."""
 
     data: str = option("", "a CSV or Parquet file, or a folder of them")
     target: str = option("", "the column to predict; the default is a column with a usual name, such as label")
@@ -55,6 +60,7 @@ class Options:
     weight_decay: float = option(0.01, "weight decay of AdamW")
     balance: bool = option(True, "give rare classes a higher weight")
     finish_in: str = option("", "the time for all of it, such as 90s, 15m or 1h 30m; what does not fit is left out")
+    profile: str = option("", "how much to train: fast (less than usual), balanced, or best (more)")
     trials: int = option(0, "trainings with other values, of which the best is kept; 0: one of each model", most=10_000)
     onnx: bool = option(False, "write the best model as model.onnx too")
 
@@ -69,10 +75,16 @@ class Options:
             wrong.append(f"device={shown(self.device)} is none of auto, cpu, cuda, cuda:N")
         if self.finish_in and not _is_time(self.finish_in):
             wrong.append(f'finish_in={shown(self.finish_in)} is no time: give seconds, or "90s", "15m", "1h 30m"')
+        if self.profile:
+            wrong += unknown_words(self, profile=EPOCHS)
         if not 0 < self.valid_share < 1:
             wrong.append(f"valid_share={self.valid_share} must be between 0 and 1")
         if wrong:
             raise JobError(wrong)
+
+    def epochs_of(self, usual: int) -> int:
+        """Epochs to train where a recipe has so many by itself."""
+        return self.epochs or max(1, round(usual * EPOCHS.get(self.profile, 1.0)))
 
     @property
     def judged_at_once(self) -> int:
@@ -148,12 +160,13 @@ T = TypeVar("T", bound=Options)
 
 
 def options_of(kind: type[T], file: Path | None, given: Mapping[str, Any]) -> T:
-    """The options of a recipe: those given, else those of the file, else as the recipe has them.
+    """The options of a recipe: those given, else those of the file, of the profile, or as the recipe has them.
 
     Words are read as what the option is. Raises JobError with all mistakes at once, those of a file's `Calling` too.
     """
     theirs, calling = _parted(file)
     values, wrong = _values(kind, {**theirs, **given})
+    values = {**kind.PROFILES.get(values.get("profile", ""), {}), **values}
     wrong += _values(Calling, calling)[1]
     if wrong:
         raise JobError(wrong)

@@ -34,6 +34,7 @@ from hotlap.recipes.price_models import (
     best_shares,
     skewness,
 )
+from hotlap.recipes.profiles import trees_s
 from hotlap.recipes.recipe import Asked, Numbers, OwnCandidate, Prepared, Say, Trained, Trainer
 from hotlap.recipes.tables import Table, read_table, table_in_memory
 from hotlap.recipes.tabular import Side
@@ -74,6 +75,10 @@ class PriceOptions(TextOptions):
     trees: str = option("xgboost", "the library of the boosted trees: xgboost or lightgbm")
     rounds: int = option(1000, "most rounds of the boosted trees", most=100_000)
 
+    PROFILES: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "fast": {"rounds": 300},
+        "best": {"rounds": 3000, "patience": 4},
+    }
     MOST_TEXTS: ClassVar[int] = 20
 
     def __post_init__(self) -> None:
@@ -190,7 +195,9 @@ class PriceRecipe(TextRecipe):
         """The encoder is a job; trees and blend train themselves."""
         prepared = super().prepared()
         own = [
-            OwnCandidate(name=TREES, train=self.train_trees, comes_first=True),
+            OwnCandidate(
+                name=TREES, train=self.train_trees, comes_first=True, expected_s=lambda: trees_s(self.tree_job())
+            ),
             OwnCandidate(name=BLEND, train=self.train_blend, is_quick=True),
         ]
         if (line := missing_line(self.options.trees)) is not None:
@@ -199,10 +206,10 @@ class PriceRecipe(TextRecipe):
         self.held_matrix = prepared.held_out.matrix
         return replace(prepared, own=own)
 
-    def train_trees(self, trainer: Trainer) -> Trained:
+    def tree_job(self) -> trees.TreeJob:
         """Boosted trees on the same features, as many rounds as are best for the held-out rows."""
         options, name = self.options, self.options.trees
-        job = trees.TreeJob(
+        return trees.TreeJob(
             self.matrix,
             self.scale.standardised(self.train.target),
             valid=(self.held_matrix, self.scale.standardised(self.held.target)),
@@ -210,7 +217,13 @@ class PriceRecipe(TextRecipe):
             patience=TREE_PATIENCE,
             **settings_of(options, name, LIBRARIES[name]),
         )
-        run = train_trees(job, trainer.folder / "models" / TREES, trainer, options, progress=trainer.progress)
+
+    def train_trees(self, trainer: Trainer) -> Trained:
+        """Train them."""
+        options, name = self.options, self.options.trees
+        run = train_trees(
+            self.tree_job(), trainer.folder / "models" / TREES, trainer, options, progress=trainer.progress
+        )
         self.say(f"trees     {name}, {run.best['round']:,} rounds")
         return Trained(
             weights={"shares": torch.ones(1)},

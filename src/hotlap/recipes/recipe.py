@@ -150,6 +150,8 @@ class OwnCandidate:
     """Whether it takes hardly any time: a deadline never leaves it out."""
     comes_first: bool = False
     """Whether it is trained before the networks, which then have the time that it leaves."""
+    expected_s: Callable[[], float] | None = None
+    """What its training takes at most, by a small part of it; None where that is hardly any time."""
 
 
 @dataclass(frozen=True, kw_only=True)

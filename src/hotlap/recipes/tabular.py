@@ -388,7 +388,7 @@ class TabularRecipe:
             optimizer=torch.optim.AdamW(model.parameters(), lr=options.lr or lr, weight_decay=options.weight_decay),
             schedule=warm_up_and_cosine(options.warm_up),
             batch_size=options.batch_size,
-            epochs=options.epochs or epochs,
+            epochs=options.epochs_of(epochs),
             patience=options.patience,
             seed=options.seed,
             device=options.device,

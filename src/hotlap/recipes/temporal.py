@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -74,6 +74,11 @@ class TemporalOptions(Options):
     smoothing: float = option(0.05, "label smoothing")
     clip: float = option(0.5, "the largest norm of all gradients together")
     folds: int = option(0, "walk forward: as many times train on what came before, judge on what comes next", most=1000)
+
+    PROFILES: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "fast": {"models": ("lstm", "mlp")},
+        "best": {"patience": 10},
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -54,6 +54,7 @@ class TextOptions(EncoderOptions):
     warm_up: float = option(0.06, "the share of updates in which the learning rate rises")
     dropout: float = option(0.1, "dropout before the last layer")
 
+    PROFILES: ClassVar[Mapping[str, Mapping[str, Any]]] = {"best": {"patience": 4}}
     MOST_TEXTS: ClassVar[int] = 2
     """Columns of text at most."""
 

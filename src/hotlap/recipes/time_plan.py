@@ -11,8 +11,8 @@ from hotlap.fitting.deadline import MARGIN, TimeLimit
 
 FILES_S = 0.5
 """For the report and the plots."""
-LEAVING = 0.75
-"""Of the start of the process, what its end may take: on an idle machine a fifth, on a busy one all of it."""
+LEAVING = 1.0
+"""Of the start of the process, what its end may take beyond what is planned: a slow start tells of a busy machine."""
 LEAST_S = 5.0
 """A model that would have less time is left out, while there is another one."""
 ONNX_S = 15.0

@@ -28,6 +28,7 @@ from hotlap.machine.device import choose_device
 from hotlap.recipes import onnx_files, recipe_named
 from hotlap.recipes.answers import FORMAT, MODEL, STATE, answer, answers_of, command_of, revived
 from hotlap.recipes.options import OPTIONS, Options, as_file, exists, is_file, options_of, recipe_in
+from hotlap.recipes.profiles import Known, expected_line
 from hotlap.recipes.recipe import Candidate, Numbers, OwnCandidate, Prepared, Say, Trained, Trainer
 from hotlap.recipes.scores import Judge, Report, Threshold, check_installed, judge_for, report_lines
 from hotlap.recipes.tabular import TabularRecipe
@@ -113,6 +114,12 @@ def train(
             return len(table)
 
         plan.expect_test(read, held=len(prepared.target), rows=int)
+    known = Known(recipe=recipe.name, target=prepared.target_name, truth=prepared.target)
+    if options.profile:
+        for line in known.lines():
+            say(line)
+        if plan.limit is None:
+            say(expected_line(prepared, options.profile, trials=options.trials))
     folder = _folder(recipe, options, out, say)
     run = _Training(
         recipe=recipe,
@@ -123,6 +130,7 @@ def train(
         say=say,
         progress=progress,
         time=plan,
+        known=known,
     )
     try:
         run.train()
@@ -204,6 +212,7 @@ class _Training:
     say: Say
     progress: bool
     time: TimePlan
+    known: Known
 
     @cached_property
     def judge(self) -> Judge:
@@ -236,6 +245,9 @@ class _Training:
         if beaten_by:
             names, advice = " and ".join(beaten_by), f"; {prepared.advice}" if prepared.advice else ""
             say(f"result    {best.name} gives the answers of this run, though {names} did at least as well{advice}")
+        if not (options.epochs or options.trials or self.time.left_out):
+            scores = {head: _figure(best.report[score]) for head, score in self.judge.columns}
+            self.known.keep(options.profile or "balanced", scores, sum(one.train_s for one in found), folder)
         files = [name for name in (REPORT, CURVES, CONFUSION) if (folder / name).is_file()]
         for line in self.time.lines():
             say(line)
