@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from hotlap import __version__
-from hotlap.cli import kit, machine, recipes, run, store, stress, trainings
+from hotlap.cli import kit, machine, recipes, reports, run, store, stress, trainings
 from hotlap.cli.output import show
 from hotlap.core.errors import HotlapError, UsageError
 from hotlap.core.terminal import clean_lines, say
@@ -85,6 +85,7 @@ def _root(
 run.register(app)
 recipes.register(app)
 trainings.register(app)
+reports.register(app)
 kit.register(app)
 machine.register(app)
 stress.register(app)

@@ -57,6 +57,7 @@ def run(
         metavar="NAME",
         help="Leave out a move or trick, such as 16-bit; may be repeated. `--without '?'` lists them.",
     ),
+    report: bool = typer.Option(False, "--report", help="Write report.html into the run folder at the end."),
     as_json: bool = typer.Option(False, "--json", help="Print the figures at the end as JSON, on stderr."),
 ) -> None:
     """Run a training script, unchanged, and make it faster.
@@ -76,11 +77,14 @@ def run(
         "--out": out is not None,
         "--tune-seconds": tune_seconds is not None,
         "--without": bool(without),
+        "--report": report,
         "--json": as_json,
     }
     others = ", ".join(word for word, given in named.items() if given)
     if (off or plan == "off") and others:
         _refuse(f"{'--off' if off else '--plan off'} leaves the script alone; drop {others}")
+    if compare and report:
+        _refuse("--compare makes several runs; drop --report, and use `hotlap report RUN` afterwards")
     if compare and as_json:
         _refuse("--compare prints no JSON; drop --json")
     unknown = [name for name in without if name not in TRICKS]
@@ -115,6 +119,8 @@ def run(
         tune_s=tune_seconds,
         without=tuple(without),
         as_json=as_json,
+        report=report,
+        words=("hotlap", "run", *target.words),
     )
     raise ToRun(partial(running.run, target, watched, seed))
 

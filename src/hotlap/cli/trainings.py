@@ -39,6 +39,7 @@ def demo(
     out: Path | None = typer.Option(None, metavar="FOLDER", help="A new folder for the run; by default one in runs/."),
     reuse: bool = typer.Option(False, "--reuse", help="Load the model if the same training has run before."),
     require_gpu: bool = typer.Option(False, "--require-gpu", help="Stop if no GPU works."),
+    report: bool = typer.Option(False, "--report", help="Write report.html into the run folder at the end."),
     as_json: bool = typer.Option(False, "--json", help="Print the figures as JSON."),
     quiet: bool = typer.Option(False, "--quiet", help="Show no progress."),
 ) -> None:
@@ -57,7 +58,7 @@ def demo(
     job = digits_job(epochs=epochs, device=device)
     words = ["hotlap", "demo", "--epochs", str(epochs), "--device", device]
     run = fit(job, plan=plan, out=out, reuse=reuse, require_gpu=require_gpu, progress=not quiet, started_by=words)
-    print_run(run, as_json)
+    print_run(run, as_json, report=report)
 
 
 # --- hotlap tune ------------------------------------------------------------------------------------------
@@ -109,6 +110,7 @@ def resume(
         help="How the run started: train.py ARGS, -m MODULE ARGS, or module:job. hotlap's own runs need none.",
     ),
     allow_changes: bool = typer.Option(False, "--allow-changes", help="Go on even if code, data or settings differ."),
+    report: bool = typer.Option(False, "--report", help="Write report.html into the run folder at the end."),
     as_json: bool = typer.Option(False, "--json", help="Print the figures as JSON."),
     quiet: bool = typer.Option(False, "--quiet", help="Show no progress."),
 ) -> None:
@@ -124,7 +126,7 @@ def resume(
 
     # Options behind the folder belong to the script, but for these.
     training = list(training or ())
-    flags = {"--allow-changes": allow_changes, "--json": as_json, "--quiet": quiet}
+    flags = {"--allow-changes": allow_changes, "--report": report, "--json": as_json, "--quiet": quiet}
     while training and training[0] in flags:
         flags[training.pop(0)] = True
     if not run.is_dir():
@@ -144,7 +146,7 @@ def resume(
         _run_script(folder, training, flags)
         return
     job = named_training(training[0]) if training else _own_job(folder, checked_words(folder))
-    print_run(_gone_on(run, job, flags), flags["--json"])
+    print_run(_gone_on(run, job, flags), flags["--json"], report=flags["--report"])
 
 
 def _gone_on(run: Path, job: Job | TreeJob, flags: dict[str, bool]) -> FinishedRun:
@@ -194,12 +196,13 @@ def _is_of_a_script(folder: RunFolder) -> bool:
         return False
 
 
-def print_run(run: FinishedRun, as_json: bool) -> None:
-    """A run's figures on stdout; exit code 1 where something could not be written."""
+def print_run(run: FinishedRun, as_json: bool, *, report: bool = False) -> None:
+    """A run's figures on stdout, and its report where asked for; exit code 1 where something could not be written."""
+    written = run.report() if report else None
     if as_json:
         show_json(run.to_dict(), indent=2)
     else:
-        show(*run.summary().split("\n"))
+        show(*run.summary().split("\n"), *([f"report    {written}"] if written is not None else []))
     if run.problems:
         raise typer.Exit(1)
 
@@ -227,7 +230,7 @@ def _run_script(folder: RunFolder, words: list[str], flags: dict[str, bool]) -> 
 
     from hotlap.fitting.record import RESUME, has_gone_on
 
-    for flag in ("--allow-changes", "--json"):
+    for flag in ("--allow-changes", "--json", "--report"):
         if flags[flag]:
             raise UsageError(f"{flag} does not reach {words[0]}; set it where that calls fit, or name module:job")
     if flags["--quiet"]:

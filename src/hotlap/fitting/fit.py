@@ -482,6 +482,8 @@ def finish(
             total_s=clock.elapsed(time.perf_counter()),
             best_step=best["step"],
             weights={file: weights_key(kept_tensors(module)) for file, module in modules.items()},
+            setup_s=clock.setup_s,
+            evaluation_s=None if clock.before_s else clock.aside_s,
             left_out=state.left_out,
         )
         write_record(folder, Record(facts=task.facts(), first=state.first, ended=ended))

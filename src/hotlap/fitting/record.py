@@ -60,6 +60,10 @@ class Ended:
     best_step: int
     weights: dict[str, str | None]
     """What `weights_key` says of the weights in each file."""
+    setup_s: float | None = None
+    """Seconds before the first step; None where it was resumed."""
+    evaluation_s: float | None = None
+    """Seconds of evaluations; None where it was resumed."""
     left_out: Sequence[str] = ()
     """What it has not done for want of time, a line each."""
 
@@ -171,7 +175,7 @@ def _brought_along(optimizer: Optimizer) -> dict[str, Tensor]:
 def _checked(ended: Ended) -> Ended:
     counts(ended.asked, ended.steps, ended.updates, ended.samples, ended.best_step)
     counts(0 if ended.patience is None else ended.patience)
-    for seconds in (ended.train_s, ended.total_s):
+    for seconds in (ended.train_s, ended.total_s, ended.setup_s or 0.0, ended.evaluation_s or 0.0):
         if not isinstance(seconds, (int, float)) or not 0 <= seconds < 1e12:
             raise ValueError(f"{seconds!r:.40} is no time")
     if not isinstance(ended.stopped, str) or not ended.stopped.isprintable():

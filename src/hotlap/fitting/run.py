@@ -15,6 +15,7 @@ from hotlap.core.plan import Plan
 from hotlap.core.table import as_json, table
 from hotlap.core.terminal import clean
 from hotlap.core.units import show_bytes, show_rate, show_seconds
+from hotlap.report import write_report
 from hotlap.store.files import finite
 from hotlap.store.run_folder import Artefact, RunFolder
 
@@ -54,6 +55,13 @@ class FinishedRun(ABC):
     def artefacts(self) -> list[Artefact]:
         """The files it left, with sizes."""
         return self.files.artefacts()
+
+    def report(self, path: str | Path | None = None) -> Path:
+        """Write the report of this run and give its path: `report.html` in its folder, or another .html, .md or .json.
+
+        Raises StoreError for a file that is there and that hotlap did not write.
+        """
+        return write_report(self.folder, path)
 
     def to_dict(self) -> dict[str, Any]:
         """The figures as JSON holds them, null for numbers that are none."""

@@ -136,6 +136,11 @@ class Clock:
     aside_s: float = 0.0
     """What this process spent on evaluations since."""
 
+    @property
+    def setup_s(self) -> float | None:
+        """Seconds before the first step; None where earlier processes had begun it."""
+        return None if self.loop_s is None or self.before_s else self.loop_s - self.start_s
+
     def elapsed(self, now: float) -> float:
         """Seconds from start to now, all included."""
         return self.before_s + now - self.start_s

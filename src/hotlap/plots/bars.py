@@ -34,8 +34,8 @@ class Bar:
 
 def bars_picture(title: str, bars: Sequence[Bar], *, unit: str = "", width: int = 560) -> Picture:
     """Horizontal bars from 0 on, or to the left for numbers below 0."""
-    names = [short(bar.name, 34) for bar in bars]
-    left = min(0.45 * width, max(map(width_of, names)) + 22)
+    names = [short(bar.name, 34 if width < 700 else 52) for bar in bars]
+    left = min(0.47 * width, max(map(width_of, names)) + 22)
     room = width - left - 12 - max((width_of(bar.words) for bar in bars), default=0)
     ends = [0.0, *(x for bar in bars for x in (bar.value, bar.high, bar.low, bar.begins) if x is not None)]
     low, high = value_range(ends)

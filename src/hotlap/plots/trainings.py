@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,8 @@ NO_METRICS = ("step", "epoch", "train_loss", "valid_loss", "lr", "elapsed_s", "s
 USUAL = "macro_f1"
 """The metric that is drawn where a history has it; else the first."""
 WIDTH, LEFT, RIGHT = 760, 64, 32
+MOST = 1e300
+"""Numbers from here on are not drawn: differences of them may overflow."""
 
 # --- learning curves -----------------------------------------------------------------------------------
 
@@ -104,7 +105,7 @@ def points_of(run: Sequence[Record], name: str, over: str = "step") -> Points:
 
 
 def _is_finite(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -MOST < value < MOST
 
 
 def usual_metric(runs: Mapping[str, Sequence[Record]]) -> str | None:

@@ -24,6 +24,8 @@ PARTS = 5
 """Parts of the rows: hotlap judges each part by the threshold of the others."""
 SURE = 2.0
 """Standard errors above which a difference is more than chance."""
+SHOWN = 400
+"""Answers that a report shows beside the true numbers."""
 MISTAKES = 10
 """Worst mistakes in a report."""
 LONGEST_NAME = 30
@@ -252,6 +254,8 @@ class ByClass:
     """Answers are probabilities of classes."""
 
     columns = (("accuracy", "accuracy"), ("macro-F1", "macro_f1"))
+    judged_by, higher = "macro_f1", True
+    """The score that decides, and whether more of it is better."""
 
     def __init__(self, classes: tuple[str, ...]) -> None:
         self._classes = classes
@@ -309,6 +313,10 @@ class ByClass:
             columns |= {f"{name}_{one}": answers[:, number].tolist() for number, one in enumerate(self._classes)}
         return columns
 
+    def pairs(self, target: Numbers, answers: Numbers) -> dict[str, Any]:
+        """Classes have none: their confusion says more."""
+        return {}
+
     def worst(
         self, target: Numbers, answers: Numbers, threshold: Threshold | None, shown: Callable[[int], str]
     ) -> list[Mapping[str, Any]]:
@@ -325,6 +333,13 @@ class ByClass:
             }
             for at in wrong[np.argsort(sure[wrong], kind="stable")][:MISTAKES]
         ]
+
+
+def some_pairs(target: Numbers, answers: Numbers) -> dict[str, Any]:
+    """True numbers beside answers, of rows that are spread evenly over all."""
+    known = np.flatnonzero(np.isfinite(target) & np.isfinite(answers))
+    rows = known[np.linspace(0, len(known) - 1, min(len(known), SHOWN)).round().astype(int)] if len(known) else known
+    return {"of": len(known), "true": target[rows].tolist(), "answered": answers[rows].tolist()}
 
 
 def chosen(answers: Numbers, threshold: Threshold | None) -> Numbers:
@@ -361,6 +376,7 @@ class ByNumber:
     """Answers are numbers."""
 
     columns: Columns = (("MAE", "mae"), ("RMSE", "rmse"))
+    judged_by, higher = "rmse", False
 
     def answers(self, outputs: Tensor) -> Numbers:
         """The one number of each row."""
@@ -394,6 +410,10 @@ class ByNumber:
         """The number."""
         return {name: answers.tolist()}
 
+    def pairs(self, target: Numbers, answers: Numbers) -> dict[str, Any]:
+        """True numbers beside answers."""
+        return some_pairs(target, answers)
+
     def worst(
         self, target: Numbers, answers: Numbers, threshold: Threshold | None, shown: Callable[[int], str]
     ) -> list[Mapping[str, Any]]:
@@ -409,6 +429,7 @@ class ByShare(ByNumber):
     """Answers are numbers, whose errors count as shares of their size."""
 
     columns = (("SMAPE %", "smape"), ("MAE", "mae"), ("RMSLE", "rmsle"))
+    judged_by = "smape"
 
     def score(self, report: Report) -> float:
         """The lower SMAPE, the better."""
@@ -417,6 +438,8 @@ class ByShare(ByNumber):
 
 class ByTarget:
     """Answers are numbers, one for each of many targets; true values may be missing."""
+
+    judged_by, higher = "scaled_rmse", False
 
     def __init__(self, targets: tuple[str, ...]) -> None:
         self._targets = targets
@@ -454,6 +477,10 @@ class ByTarget:
     def written(self, name: str, answers: Numbers, threshold: Threshold | None, *, all_of_it: bool) -> dict[str, Any]:
         """A column for each target, whose name begins with `name`."""
         return {f"{name}{one}": answers[:, at].tolist() for at, one in enumerate(self._targets)}
+
+    def pairs(self, target: Numbers, answers: Numbers) -> dict[str, Any]:
+        """True numbers beside answers; of many targets they have no scale in common."""
+        return some_pairs(target[:, 0], answers[:, 0]) if len(self._targets) == 1 else {}
 
     def worst(
         self, target: Numbers, answers: Numbers, threshold: Threshold | None, shown: Callable[[int], str]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hotlap import plots
-from hotlap.core.errors import DataError, DivergedError, PlanError, StoreError, UsageError, shown
+from hotlap.core.errors import DataError, DivergedError, HotlapError, PlanError, StoreError, UsageError, shown
 from hotlap.core.job import Job
 from hotlap.core.table import table as tuning_table
 from hotlap.core.units import show_seconds
@@ -28,11 +28,14 @@ from hotlap.machine.device import choose_device
 from hotlap.recipes import onnx_files, recipe_named
 from hotlap.recipes.answers import FORMAT, MODEL, STATE, answer, answers_of, command_of, revived
 from hotlap.recipes.options import OPTIONS, Options, as_file, exists, is_file, options_of, recipe_in
+from hotlap.recipes.phases import Phases
 from hotlap.recipes.profiles import Known, expected_line
 from hotlap.recipes.recipe import Candidate, Numbers, OwnCandidate, Prepared, Say, Trained, Trainer
 from hotlap.recipes.scores import Judge, Report, Threshold, check_installed, judge_for, report_lines
 from hotlap.recipes.tabular import TabularRecipe
 from hotlap.recipes.time_plan import TimePlan
+from hotlap.report import write_report as write_page
+from hotlap.report.rendering import PAGE
 from hotlap.searching.search import FILE as SEARCH
 from hotlap.searching.search import search
 from hotlap.searching.trials import optuna_or_why_not
@@ -100,7 +103,9 @@ def train(
         plan.expect_onnx()
     if options.trials:
         optuna_or_why_not()
-    prepared = recipe.prepare(options, say)
+    phases = Phases(used_s)
+    with phases.of("data and features"):
+        prepared = recipe.prepare(options, phases.listening(say))
     if options.trials and not prepared.space:
         raise UsageError(f"trials={options.trials}: {recipe.name} has no values to try; leave it out")
     if options.test:
@@ -131,6 +136,7 @@ def train(
         progress=progress,
         time=plan,
         known=known,
+        phases=phases,
     )
     try:
         run.train()
@@ -192,7 +198,7 @@ def _folder(recipe: Recipe, options: Options, out: Path | None, say: Say) -> Pat
         say(f"run       {out} was begun before: it goes on")
         folder = out
         # Until the longer training is done, the folder is that of an interrupted one.
-        for name in (STATE, PREDICTIONS, onnx_files.NAME):
+        for name in (STATE, PREDICTIONS, PAGE, onnx_files.NAME):
             (folder / name).unlink(missing_ok=True)
     else:
         folder = RunFolder.create(out, recipe.name).path
@@ -213,6 +219,7 @@ class _Training:
     progress: bool
     time: TimePlan
     known: Known
+    phases: Phases
 
     @cached_property
     def judge(self) -> Judge:
@@ -230,15 +237,19 @@ class _Training:
         beaten_by = _beaten_by(found, rules, self.judge)
         for line in _compared(found, rules, prepared):
             say(line)
-        folds = self.train_folds(best.name, best.train_s)
-        self.write(found, best, rules, folds, beaten_by)
+        with self.phases.of("folds"):
+            folds = self.train_folds(best.name, best.train_s)
+        report = self.report(found, best, rules, folds)
+        with self.phases.of("files"):
+            self.write(found, best, report, beaten_by)
         if self.time.limit is None:
             self.finish(best.name)
         for line in report_lines(best.report):
             say(line)
         if options.test:
             out = folder / PREDICTIONS
-            answered = answer(folder, Path(options.test), out, say=say, device=options.device, was_shown=True)
+            with self.phases.of("predictions"):
+                answered = answer(folder, Path(options.test), out, say=say, device=options.device, was_shown=True)
             say(f"predictions of {options.test} in {out}: {answered.line}")
         if self.time.limit is not None:
             self.finish(best.name)
@@ -248,7 +259,8 @@ class _Training:
         if not (options.epochs or options.trials or self.time.left_out):
             scores = {head: _figure(best.report[score]) for head, score in self.judge.columns}
             self.known.keep(options.profile or "balanced", scores, sum(one.train_s for one in found), folder)
-        files = [name for name in (REPORT, CURVES, CONFUSION) if (folder / name).is_file()]
+        self.write_page(report)
+        files = [name for name in (PAGE, REPORT, CURVES, CONFUSION) if (folder / name).is_file()]
         for line in self.time.lines():
             say(line)
         say(f"run       {folder} ({', '.join(files)}); predict with: hotlap predict {folder} --data FILE --out FILE")
@@ -256,7 +268,9 @@ class _Training:
     def rule_reports(self) -> dict[str, Report]:
         """The scores of the baselines."""
         target = self.prepared.target
-        return {name: self.judge.rule_report(target, answers) for name, answers in self.prepared.baselines().items()}
+        with self.phases.of("simple rules"):
+            rules = self.prepared.baselines().items()
+            return {name: self.judge.rule_report(target, answers) for name, answers in rules}
 
     def finish(self, best: str) -> None:
         """What the recipe does with the best model at the end, such as writing it as ONNX."""
@@ -273,7 +287,8 @@ class _Training:
         networks = self.prepared.candidates
         if self.options.trials:
             self.time.begin_model(1 + sum(not one.is_quick for one in self.prepared.own))
-            found.append(self.search())
+            with self.phases.of("trials"):
+                found.append(self.search())
             networks = ()
         own = sorted(self.prepared.own, key=lambda one: not one.comes_first)
         first = sum(one.comes_first for one in own)
@@ -285,10 +300,11 @@ class _Training:
         for at, candidate in enumerate([*slow[:fit], *quick]):
             self.time.begin_model(max(1, fit - at))
             try:
-                if isinstance(candidate, OwnCandidate):
-                    found.append(self.train_own(candidate, found))
-                else:
-                    found.append(self.train_model(candidate))
+                with self.phases.of(f"model {candidate.name}"):
+                    if isinstance(candidate, OwnCandidate):
+                        found.append(self.train_own(candidate, found))
+                    else:
+                        found.append(self.train_model(candidate))
             except DivergedError as error:
                 diverged.append(error)
                 if len(candidates) > 1:
@@ -454,14 +470,33 @@ class _Training:
         lower = f"than {lr:g}, or without it" if lr else "than the recipe's own, as 1e-5"
         return DivergedError(f"the training of {name} diverged: {why}; train with a smaller --lr {lower}")
 
-    def write(
-        self,
-        found: list[Judged],
-        best: Judged,
-        rules: dict[str, Report],
-        folds: dict[str, Report],
-        beaten_by: list[str],
-    ) -> None:
+    def report(
+        self, found: list[Judged], best: Judged, rules: dict[str, Report], folds: dict[str, Report]
+    ) -> dict[str, Any]:
+        """All scores, and what the time went to so far."""
+        judge, target = self.judge, self.prepared.target
+        return {
+            "best": best.name,
+            "judged_by": {"name": judge.judged_by, "higher": judge.higher},
+            "models": {one.name: {**one.report, **_about(one)} for one in found},
+            "baselines": rules,
+            "folds": folds,
+            "left_out": self.time.left_out,
+            "worst": judge.worst(target, best.answers, best.threshold, self.prepared.shown),
+            "answered": judge.pairs(target, best.answers),
+            "phases": self.phases.seconds,
+            "said": self.phases.said,
+        }
+
+    def write_page(self, report: dict[str, Any]) -> None:
+        """Write the scores again, now with all phases, and the page; a page that cannot be written ends nothing."""
+        write_report_file(self.folder, report)
+        try:
+            write_page(self.folder)
+        except HotlapError as error:
+            self.say(f"warning   no {PAGE}: {error}")
+
+    def write(self, found: list[Judged], best: Judged, report: dict[str, Any], beaten_by: list[str]) -> None:
         """Write the best model, all that predictions need, the report and the plots."""
         prepared, folder = self.prepared, self.folder
         save_state(best.weights, folder / MODEL, {"recipe": self.recipe.name, "model": best.name})
@@ -477,20 +512,17 @@ class _Training:
         }
         write_text(folder / STATE, json.dumps(state, indent=1, ensure_ascii=False) + "\n")
         prepared.reader.keep_files(folder)
-        report = {
-            "best": best.name,
-            "models": {one.name: {**one.report, **_about(one)} for one in found},
-            "baselines": rules,
-            "folds": folds,
-            "left_out": self.time.left_out,
-            "worst": self.judge.worst(prepared.target, best.answers, best.threshold, prepared.shown),
-        }
-        write_text(folder / REPORT, json.dumps(finite(report), indent=1, ensure_ascii=False) + "\n")
+        write_report_file(folder, report)
         if histories := {one.name: one.history for one in found if one.history}:
             plots.curves(histories, folder / CURVES)
         if prepared.reader.classes:
             counts = np.asarray(best.report["confusion"])
             plots.confusion_picture(counts, prepared.reader.classes, folder / CONFUSION)
+
+
+def write_report_file(folder: Path, report: Mapping[str, Any]) -> None:
+    """Write `report.json`."""
+    write_text(folder / REPORT, json.dumps(finite(dict(report)), indent=1, ensure_ascii=False) + "\n")
 
 
 def _bytes_left() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 import traceback
@@ -17,6 +18,8 @@ from hotlap.core.ledger import Ledger
 from hotlap.core.table import Row, as_json, rows, table
 from hotlap.core.terminal import columns, say
 from hotlap.core.units import show_seconds
+from hotlap.fitting.record import without_secrets
+from hotlap.report import write_report
 from hotlap.script.idle import TrainingSummary
 from hotlap.store.run_folder import RunFolder
 
@@ -34,13 +37,22 @@ class Report:
     """Collects results of one script, and prints them on stderr at the end."""
 
     def __init__(
-        self, *, name: str, out: Path | None, as_json: bool, is_fixed: bool = False, torch_s: float | None = None
+        self,
+        *,
+        name: str,
+        out: Path | None,
+        as_json: bool,
+        is_fixed: bool = False,
+        torch_s: float | None = None,
+        words: Sequence[str] = (),
+        report: bool = False,
     ) -> None:
         """`torch_s`: the process only runs the script, so the script's time is that of the process.
 
         It took so many seconds to import torch, as it would without hotlap; the rest of the start so far is hotlap's.
         """
         self._name, self._out, self._as_json, self._is_fixed = name, out, as_json, is_fixed
+        self._words, self._wants_page = words, report
         self._home = Path().absolute()  # the script may change the working directory
         self._trainings: list[tuple[Ledger, list[str]]] = []
         self._figures: list[dict[str, Any]] = []
@@ -67,7 +79,12 @@ class Report:
         took = f"all but the first {training.before} in {show_seconds(training.seconds)}"
         lines = [f"{updates:,} updates, {took}, {show_seconds(step_s)} each"]
         lines += [*training.notes, *advice]
-        figures = {"updates": updates, "step_s": step_s, "notes": [*training.notes, *advice]}
+        figures = {
+            "updates": updates,
+            "step_s": step_s,
+            "training_s": training.seconds,
+            "notes": [*training.notes, *advice],
+        }
         known = [ledger for ledger, _ in self._trainings]
         number = next((n for n, ledger in enumerate(known) if ledger is training.ledger), len(known))
         self._trainings[number:] = [(training.ledger, lines), *self._trainings[number + 1 :]]
@@ -91,7 +108,8 @@ class Report:
             out = first.path / f"training-{number + 1}" if first is not None else self._out
             folder = self._folders[number] = RunFolder.create(out, name=self._name, home=self._home)
             folder.write_environment(machine.environment())
-            folder.write_started({"command": "run", "script": self._name})
+            words = {"words": without_secrets(self._words, os.environ)} if self._words else {}
+            folder.write_started({"command": "run", "script": self._name, **words})
         return folder
 
     def _written(self, training: TrainingSummary, number: int) -> Path:
@@ -130,7 +148,8 @@ class Report:
         return headline(ledgers, took_s, start_s=self._start_s, is_fixed=self._is_fixed)
 
     def tell(self, error: BaseException | None = None) -> None:
-        """Print everything."""
+        """Print everything, and write down what it came to."""
+        self._write_results()
         if self._as_json:
             pairs = zip(self._trainings, self._figures, strict=True)
             trainings = [as_json(ledger) | figures for (ledger, _), figures in pairs]
@@ -147,6 +166,22 @@ class Report:
         if error is not None and "CUDA error" in str(error):
             lines.append("hotlap  to see whether this error comes from hotlap: hotlap run --off …")
         say(*lines)
+
+    def _write_results(self) -> None:
+        """Write `result.json` into the run folder of each training: figures, and the headline of the whole script."""
+        took_s = time.perf_counter() - self._began
+        for number, folder in self._folders.items():
+            if number >= len(self._figures):
+                continue  # it ended before it came to anything
+            whole = {"headline": self.headline(), "took_s": took_s, "start_s": self._start_s} if number == 0 else {}
+            try:
+                folder.write_result({**whole, **self._figures[number]})
+                folder.write_artefacts()
+                if number == 0 and self._wants_page:
+                    found = self._trainings[0][1]
+                    found.append(f"report {self._shown(write_report(folder.path))}")
+            except Exception as error:  # the script is done: nothing of hotlap's may end it otherwise
+                self.fault(error)
 
 
 def _process_age_s() -> float:

@@ -81,6 +81,10 @@ class Settings:
     """Names of the tricks in `core.tricks` to leave out."""
     as_json: bool = False
     """Print the report as JSON."""
+    words: Sequence[str] = ()
+    """The command line that runs the script so again; empty where there is none."""
+    report: bool = False
+    """Write `report.html` into the run folder at the end."""
     torch_s: float | None = None
     """Seconds in which this process imported torch, if it only runs the script."""
 
@@ -99,6 +103,8 @@ class Session:
             name=settings.name,
             out=settings.out,
             as_json=settings.as_json,
+            words=settings.words,
+            report=settings.report,
             is_fixed=is_fixed,
             torch_s=settings.torch_s,
         )

@@ -30,6 +30,7 @@ from hotlap.fitting.task import TUNED, Found
 from hotlap.fitting.tuning import was_tuned
 from hotlap.machine.device import choose_device
 from hotlap.monitor.sampler import is_wanted
+from hotlap.report import write_report
 from hotlap.searching.at_once import checked
 from hotlap.searching.processes import failure
 from hotlap.searching.space import Space, checked_space, described
@@ -70,6 +71,10 @@ class Search:
     left_out: tuple[str, ...]
     """What `finish_in` left no time for."""
     folder: Path
+
+    def report(self, path: str | Path | None = None) -> Path:
+        """Write the report of this search and give its path: `report.html` in its folder, or another file."""
+        return write_report(self.folder, path)
 
     def to_dict(self) -> dict[str, Any]:
         """The figures as JSON holds them."""

@@ -34,6 +34,7 @@ ABOUT = {
     "environment.json": "machine, versions and settings",
     "model.safetensors": "trained weights, for plain PyTorch",
     "started.json": "how it was started",
+    "result.json": "what the script came to",
     "record.json": "what was trained, from which weights, and how it ended",
     "loss.safetensors": "trained weights of the loss",
     "artefacts.json": "this list",
@@ -169,6 +170,10 @@ class RunFolder:
         if not isinstance(record, dict):
             raise StoreError(f"{self.path / name} is not a start record")
         return record
+
+    def write_result(self, result: dict[str, Any]) -> None:
+        """Write `result.json`."""
+        write_text(self.path / "result.json", json.dumps(finite(result), indent=2) + "\n")
 
     def check_room(self, need_bytes: int) -> None:
         """Raise StoreError if the disk has fewer than `need_bytes` bytes free."""

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+from hotlap.core.chance import student_t as student_t
+
 LEAST_GAIN = 1.02
 MOST_QUADS = 16
 
@@ -139,23 +141,3 @@ def shares(most_quads: int) -> dict[int, float]:
         raise ValueError(f"a comparison takes 2 quads or more, not {most_quads}")
     looks = [n for n in range(2, most_quads) if n // (n & -n) in (1, 3)] + [most_quads]
     return {look: MISSES * look / sum(looks) for look in looks}
-
-
-@lru_cache
-def student_t(freedom: int, chance: float) -> float:
-    """The value that Student's t exceeds, on either side, with this chance (both sides together)."""
-    # For whole degrees of freedom the distribution is a finite sum in the angle whose tangent is t / sqrt(freedom).
-    low, high = 0.0, math.pi / 2
-    for _ in range(60):
-        angle = (low + high) / 2
-        odd = freedom % 2
-        term = math.cos(angle) if odd else 1.0
-        total = 0.0
-        for power in range(odd, freedom - 1, 2):
-            total += term
-            term *= math.cos(angle) ** 2 * (power + 1) / (power + 2)
-        inside = math.sin(angle) * total
-        if odd:
-            inside = (angle + inside) * 2 / math.pi
-        low, high = (angle, high) if inside < 1 - chance else (low, angle)
-    return math.sqrt(freedom) * math.tan((low + high) / 2)
