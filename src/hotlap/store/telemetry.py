@@ -7,7 +7,6 @@ seconds. Both may be a stranger's, or be cut short by a kill: the readers leave 
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -130,9 +129,7 @@ def _harmless(value: Any, depth: int) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, (int, float)):
-        if not math.isfinite(value) or abs(value) > 1e18:
-            return None
-        return value
+        return value if abs(value) <= 1e18 else None  # nor nan; a whole number may have too many digits for a float
     if depth == 0:
         return None
     if isinstance(value, list):
