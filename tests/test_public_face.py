@@ -42,6 +42,7 @@ PUBLIC = {
     "batch",
     "decoded",
     "fit",
+    "fit_many",
     "load",
     "load_plan",
     "load_weights",

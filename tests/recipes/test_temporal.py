@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -206,16 +207,37 @@ def test_a_fold_that_diverges_is_left_out_of_the_average(tmp_path, hasty, monkey
 
     def first_in_haste(recipe, name):
         first, *rest = folds(recipe, name)
-        hasty.add(name)
-        yield first
-        hasty.discard(name)
-        yield from rest
+
+        def in_haste():
+            hasty.add(name)
+            try:
+                return first.job()
+            finally:
+                hasty.discard(name)
+
+        return [replace(first, job=in_haste), *rest]
 
     monkeypatch.setattr(temporal.TemporalRecipe, "folds", first_in_haste)
     folder = trained(data, tmp_path / "run", lines, folds="3", epochs="1")
     assert [line for line in lines if line.startswith("warning   left out: the training of fold 1 of 3 diverged")]
     assert any(line.startswith("over 2 folds macro-F1 is") for line in lines)
     assert list(json.loads((folder / "report.json").read_text())["folds"]) == ["fold 2 of 3", "fold 3 of 3"]
+
+
+def test_folds_at_once_are_judged_as_folds_one_after_the_other(tmp_path, monkeypatch):
+    data, told = bars_file(tmp_path / "bars.csv", rows=900, symbols=1), []
+    given = options(data, folds="3", epochs="1", models="mlp", plan="off")
+
+    def judged(out, lines):
+        return train(RECIPE, given, out=out, retrain=True, say=lines.append, progress=False)
+
+    one = judged(tmp_path / "one", [])
+    monkeypatch.setattr("hotlap.searching.trainings.how_many", lambda *given, **named: 2)
+    two = judged(tmp_path / "two", told)
+    reports = [json.loads((folder / "report.json").read_text())["folds"] for folder in (one, two)]
+    assert reports[0] == reports[1]
+    assert list(reports[0]) == ["fold 1 of 3", "fold 2 of 3", "fold 3 of 3"]
+    assert sum(line.startswith("over 3 folds") for line in told) == 1
 
 
 def test_an_export_of_metatrader_is_read_as_the_same_bars(tmp_path):

@@ -6,6 +6,7 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from plain import class_data, parameters_of
@@ -295,9 +296,10 @@ def test_a_copy_that_fails_says_why_and_one_after_the_other_stays():
 
     ledger = Ledger()
     ahead = Ahead(count=100, each_s=100.0, step_s=0.001)
-    side = functools.partial(Copies, job(loss=broken), "off")
+    side, before = functools.partial(Copies, job(loss=broken), "off"), children()
     assert how_many(job(), ahead, ledger, side, device=CPU, cores=2) == 1
     assert [(entry.outcome, entry.why) for entry in ledger] == [("rejected", "ValueError: no such class")]
+    assert children() == before
 
 
 def test_the_choice_is_made_once_with_what_the_first_job_took(tmp_path, monkeypatch):
@@ -346,6 +348,10 @@ def test_processes_end_with_the_one_that_started_them(tmp_path):
     while _lives(pid) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not _lives(pid)
+
+
+def children():
+    return {child.pid for child in psutil.Process().children()}
 
 
 def _lives(pid):

@@ -47,11 +47,11 @@ class TimePlan:
 
     def how_many(self, models: int) -> int:
         """How many of so many models have time enough."""
-        return models if self.limit is None else max(1, min(models, int(self._spare_s / LEAST_S)))
+        return models if self.limit is None else max(1, min(models, int(self.spare_s / LEAST_S)))
 
     def begin_model(self, models: int) -> None:
         """Give the next model its share of what is left, as the first of so many."""
-        self._begin(self._spare_s / models)
+        self._begin(self.spare_s / models)
 
     def answered(self, answer: Callable[[], T]) -> T:
         """Answers for the held-out rows; what they take says what predictions will."""
@@ -63,9 +63,9 @@ class TimePlan:
 
     def begin_fold(self, took_s: float) -> bool:
         """Whether a training that takes so long still fits; it then has all time that is left."""
-        fits = self._spare_s > took_s + self._answers_s
+        fits = self.spare_s > took_s + self._answers_s
         if fits:
-            self._begin(self._spare_s)
+            self._begin(self.spare_s)
         return fits
 
     def has_time_for_onnx(self) -> bool:
@@ -84,7 +84,7 @@ class TimePlan:
         return math.inf if self.limit is None else self.limit.left_s
 
     @property
-    def _spare_s(self) -> float:
+    def spare_s(self) -> float:
         """Seconds for trainings, with the answers that each is judged by."""
         return self._left_s - self._after_s - self._test_share * self._answers_s
 

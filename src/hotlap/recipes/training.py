@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from hotlap import plots
+from hotlap.core.console import open_console
 from hotlap.core.errors import DataError, DivergedError, HotlapError, PlanError, StoreError, UsageError, shown
 from hotlap.core.job import Job
 from hotlap.core.table import table as tuning_table
 from hotlap.core.units import show_seconds
 from hotlap.fitting.deadline import TimeLimit
-from hotlap.fitting.fit import AnotherTrainingError, fit
+from hotlap.fitting.fit import AnotherTrainingError, ended_run, fit
 from hotlap.fitting.run import Run
 from hotlap.fitting.task import EVERYTHING, OFF, TUNED
 from hotlap.machine.device import choose_device
@@ -30,7 +31,7 @@ from hotlap.recipes.answers import FORMAT, MODEL, STATE, answer, answers_of, com
 from hotlap.recipes.options import OPTIONS, Options, as_file, exists, is_file, options_of, recipe_in
 from hotlap.recipes.phases import Phases
 from hotlap.recipes.profiles import Known, expected_line
-from hotlap.recipes.recipe import Candidate, Numbers, OwnCandidate, Prepared, Say, Trained, Trainer
+from hotlap.recipes.recipe import Candidate, Fold, Numbers, OwnCandidate, Prepared, Say, Trained, Trainer
 from hotlap.recipes.scores import Judge, Report, Threshold, check_installed, judge_for, report_lines
 from hotlap.recipes.tabular import TabularRecipe
 from hotlap.recipes.time_plan import TimePlan
@@ -38,6 +39,7 @@ from hotlap.report import write_report as write_page
 from hotlap.report.rendering import PAGE
 from hotlap.searching.search import FILE as SEARCH
 from hotlap.searching.search import search
+from hotlap.searching.trainings import Ended, Trainings
 from hotlap.searching.trials import optuna_or_why_not
 from hotlap.store.files import finite, write_text
 from hotlap.store.run_folder import RunFolder
@@ -238,7 +240,7 @@ class _Training:
         for line in _compared(found, rules, prepared):
             say(line)
         with self.phases.of("folds"):
-            folds = self.train_folds(best.name, best.train_s)
+            folds = self.train_folds(best)
         report = self.report(found, best, rules, folds)
         with self.phases.of("files"):
             self.write(found, best, report, beaten_by)
@@ -401,31 +403,60 @@ class _Training:
             about=trained.about,
         )
 
-    def train_folds(self, name: str, took_s: float) -> dict[str, Report]:
-        """The scores of the best model, which took so long, on other splits, by their names."""
-        found: dict[str, Report] = {}
-        for fold in self.prepared.folds(name):
-            if not self.time.begin_fold(took_s):
-                self.time.left_out.append(fold.name)
-                continue
+    def train_folds(self, best: Judged) -> dict[str, Report]:
+        """The scores of the best model on other splits, by their names; as many at once as pay."""
+        folds, found = list(self.prepared.folds(best.name)), dict[str, Report]()
+        if not folds:
+            return found
+        console = open_console(self.progress)
+        trainings = Trainings(None, console)
+        if best.history:
+            steps, left = best.history[-1]["step"], self.time.spare_s
+            decide = partial(trainings.decide, plan=self.options.plan, each_s=best.train_s, steps=steps)
+            decide(folds[0].job(), left=len(folds), left_s=left)
+
+        def fitting() -> Iterator[int]:
+            for number, fold in enumerate(folds):
+                if self.time.begin_fold(best.train_s):
+                    yield number
+                else:
+                    self.time.left_out.append(fold.name)
+
+        def fit_fold(number: int, job: Job, judge: object) -> Run:
+            return self.fit(job, self.fold_folder(folds[number]), quiet=trainings.at_once > 1)
+
+        for _, ended in trainings.run(fitting(), lambda number: folds[number].job(), fit_fold):
+            fold = folds[ended.number]
             try:
-                run = self.fit(fold.job(), self.folder / "folds" / fold.name)
-                answers = self.held_out_answers(fold.name, run, fold.held_out)
+                report = self.fold_report(fold, ended)
             except DivergedError as error:
                 self.say(f"warning   left out: {error}")
                 continue
-            report = self.judge.report(fold.target, answers, None)
             figures = ", ".join(f"{head} {report[score]:.3f}" for head, score in self.judge.columns)
             self.say(f"{fold.name}: {figures} ({len(fold.target):,} samples)")
             found[fold.name] = report
-            del run
             _bytes_left()
+        console.close()
         if found:
             head, score = self.judge.columns[-1]
             of_all = [report[score] for report in found.values()]
             spread = f"from {min(of_all):.3f} to {max(of_all):.3f}"
             self.say(f"over {len(of_all)} folds {head} is {np.mean(of_all):.3f} on average, {spread}")
-        return found
+        return {fold.name: found[fold.name] for fold in folds if fold.name in found}
+
+    def fold_folder(self, fold: Fold) -> Path:
+        """The folder of a fold's training."""
+        return self.folder / "folds" / fold.name
+
+    def fold_report(self, fold: Fold, ended: Ended) -> Report:
+        """The scores of a model that was trained on a fold; raises what its training raised."""
+        if ended.error is not None:
+            raise ended.error
+        run = ended.run
+        if not isinstance(run, Run):
+            self.time.left_out += [f"{fold.name}: {line}" for line in ended.left_out]
+            run = ended_run(fold.job(), self.fold_folder(fold))
+        return self.judge.report(fold.target, self.held_out_answers(fold.name, run, fold.held_out), None)
 
     def fit(self, job: Job, out: Path, *, quiet: bool = False, share: float = 1.0) -> Run:
         """Train a job in its folder, or go on where it was interrupted there; `quiet` shows no progress.

@@ -1,4 +1,10 @@
-"""`hotlap.search`: many trainings of one job, each with other values, by Optuna; the best one's Run.
+"""Many trainings: `hotlap.fit_many` of given jobs, `hotlap.search` for the best values of one job by Optuna.
 
-`space` says what may vary, `trials` keeps them on disk by Optuna, `search` trains them one after the other.
+| file | content |
+| --- | --- |
+| `many` | `fit_many` |
+| `search`, `space`, `trials` | `search`: what may vary, and the trials on disk by Optuna |
+| `trainings` | trains one after the other in this process, or several at once in others |
+| `at_once` | how many at once are fastest, measured on copies of a job |
+| `processes` | forked processes that compute |
 """

@@ -114,14 +114,15 @@ def how_many(
                 count //= 2
                 continue
             rival = side(count, threads_of(count))
-            outcome = _compare(champion, rival, count, ledger, ahead, most_s=SHARE * saves_s)
-            if outcome == "kept":
-                champion.close()
+            is_faster = False
+            try:
+                is_faster = _is_faster(champion, rival, count, ledger, ahead, most_s=SHARE * saves_s)
+            finally:
+                (champion if is_faster else rival).close()
+            if is_faster:
                 best, champion = count, rival
-            else:
-                rival.close()
-                if best > 1:
-                    break  # fewer still would be slower yet
+            elif best > 1:
+                break  # fewer still would be slower yet
             if time.perf_counter() - began_s > SHARE * saves_s:
                 break
             count //= 2
@@ -151,8 +152,8 @@ def _why_no_room(count: int, copies: Side, free_bytes: int | None) -> str | None
     return None
 
 
-def _compare(champion: Side, rival: Side, count: int, ledger: Ledger, ahead: Ahead, *, most_s: float) -> str:
-    """Time the rival against the champion; `kept` where it is faster."""
+def _is_faster(champion: Side, rival: Side, count: int, ledger: Ledger, ahead: Ahead, *, most_s: float) -> bool:
+    """Whether the rival, so many at once, makes more updates a second than the champion."""
     lap_s, began_s = max(LAP_S, LAP_STEPS * ahead.step_s), time.perf_counter()
     comparison = Comparison(most_quads=MOST_QUADS)
     for copies in (champion, rival):
@@ -167,7 +168,7 @@ def _compare(champion: Side, rival: Side, count: int, ledger: Ledger, ahead: Ahe
     figures = {"ratio": seen.ratio, "low": seen.low, "high": seen.high, "noise": seen.noise}
     why = "as many updates a second, all together" if outcome == "kept" else verdict
     _write(ledger, f"{count} trainings at once", outcome, why, figures, time.perf_counter() - began_s)
-    return outcome
+    return outcome == "kept"
 
 
 def _write(
