@@ -21,7 +21,8 @@ add its name to `NAMES`. Read first:
 | `lag_features`, `forecast_models` | for `forecast`: features that never look ahead; ridge, scale and blend |
 | `product_texts`, `price_features` | for `price`: what the text of a product holds; features of a row |
 | `price_models` | for `price`: the scale of prices, the network, the blend |
-| `picture_files` | for `image`: where pictures lie |
+| `price_pictures` | for `price --pictures`: pictures beside the texts |
+| `picture_files` | for `image` and `price`: where pictures lie |
 | `networks`, `library_models` | networks built here, and those of transformers without their code |
 """
 

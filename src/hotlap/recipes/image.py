@@ -6,7 +6,6 @@ import csv
 import io
 import itertools
 import json
-import os
 import shlex
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +28,7 @@ from hotlap.recipes.kinds import word_column
 from hotlap.recipes.networks import BUILT_IN, NetworkSpec, initial_network, name_problem, new_network, spec_in_folder
 from hotlap.recipes.onnx_files import CLOSE, OnnxExport
 from hotlap.recipes.options import MOST, Options, is_file, is_folder, option, outside, unknown_words
-from hotlap.recipes.picture_files import CLASS, OTHERS, PATH, files_named, is_picture
+from hotlap.recipes.picture_files import CLASS, OTHERS, PATH, files_named, from_one_folder, is_picture
 from hotlap.recipes.recipe import Asked, Numbers, Reader, Say
 from hotlap.recipes.tables import Table, named_columns, read_table, table_in_memory
 from hotlap.recipes.tabular import HEADERS, Side, TabularRecipe, now_and_then, refuse, refuse_too_large, shown_table
@@ -386,10 +385,8 @@ class PictureReader(Reader):
         """Paths in memory, which may lie anywhere."""
         table = table_in_memory(data, [self.path], {self.path: "text"})
         name = self.path_in(table)
-        files = [Path(path).absolute() for path in table[name].texts()]
-        base = Path(os.path.commonpath([file.parent for file in files]))
-        words = word_column(name, [str(file.relative_to(base)) for file in files])
-        return replace(table, path=base, columns={**table.columns, name: words})
+        base, paths = from_one_folder(table[name].texts())
+        return replace(table, path=base, columns={**table.columns, name: word_column(name, paths)})
 
     def state(self) -> dict[str, Any]:
         """All that makes the reader again."""

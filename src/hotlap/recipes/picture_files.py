@@ -90,6 +90,13 @@ def placed(paths: Sequence[str], table: Path, root: str, *, is_asked: bool = Fal
     return [str(_found(base, path) or base / path) if path else "" for path in paths]
 
 
+def from_one_folder(paths: Sequence[str]) -> tuple[Path, list[str]]:
+    """Paths that may lie anywhere: the folder that holds them all, and the paths from there; "" stays."""
+    files = [Path(path).absolute() if path else None for path in paths]
+    base = Path(os.path.commonpath([file.parent for file in files if file] or [Path().absolute()]))
+    return base, [str(file.relative_to(base)) if file else "" for file in files]
+
+
 def folder_of(table: Path) -> Path:
     """Where the paths of a table begin, without --root."""
     return table if table.is_dir() else table.parent

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hotlap import trees
 from hotlap.core.errors import DataError, JobError, shown
@@ -23,7 +23,7 @@ from hotlap.recipes.answers import outputs_of
 from hotlap.recipes.boosted_trees import Mixture, missing_line, settings_of, train_trees
 from hotlap.recipes.encoders import Encoder, encoder_for, encoder_in
 from hotlap.recipes.kinds import Column, Kind
-from hotlap.recipes.options import below_one, option, outside, unknown_words
+from hotlap.recipes.options import below_one, is_folder, option, outside, unknown_words
 from hotlap.recipes.picture_files import OTHERS, SUFFIXES
 from hotlap.recipes.price_features import Features, listed
 from hotlap.recipes.price_models import (
@@ -34,6 +34,7 @@ from hotlap.recipes.price_models import (
     best_shares,
     skewness,
 )
+from hotlap.recipes.price_pictures import PictureColumn, are_there
 from hotlap.recipes.profiles import trees_s
 from hotlap.recipes.recipe import Asked, Numbers, OwnCandidate, Prepared, Say, Trained, Trainer
 from hotlap.recipes.tables import Table, read_table, table_in_memory
@@ -68,6 +69,9 @@ class PriceOptions(TextOptions):
 
     text: tuple[str, ...] = option((), "columns of text; the default is all of them, except ids")
     features: tuple[str, ...] = option((), "columns to read beside the text; the default is all but ids and pictures")
+    pictures: str = option("", "a column of files of pictures, for the encoder to see")
+    root: str = option("", "the folder that paths of pictures begin at; the default is that of the file")
+    size: int = option(64, "pixels along a side of a picture", most=1024)
     log: str = option("auto", "learn the logarithm of the price: yes, no, or auto, where it is less skewed")
     accumulate: int = option(1, "batches that make an update")
     most: int = option(384, "most tokens of a text", most=65_536)
@@ -87,6 +91,12 @@ class PriceOptions(TextOptions):
         wrong += unknown_words(self, log=LOGS, trees=LIBRARIES)
         if self.onnx:
             wrong.append("onnx=True is not for a price, which a blend of models answers; leave it out")
+        wrong += outside(self, size=(16, 1024))
+        if self.root and not (self.pictures and is_folder(self.root)):
+            cure = "name a folder" if self.pictures else "name the column with --pictures"
+            wrong.append(f"root={shown(self.root)} is the folder of pictures; {cure}")
+        if self.pictures and self.pictures in (*self.text, *self.features, self.target):
+            wrong.append(f"pictures={self.pictures} is named for something else too; name another column")
         wrong += [f"features names {name}, which text names too" for name in self.features if name in self.text]
         if wrong:
             raise JobError(wrong)
@@ -103,6 +113,7 @@ class PriceRecipe(TextRecipe):
 
     beside: list[str]
     """The columns that are read beside the text."""
+    pictures: PictureColumn | None
 
     # the table
 
@@ -112,13 +123,21 @@ class PriceRecipe(TextRecipe):
 
     def columns_of(self, table: Table) -> list[str]:
         """The columns of text; those to read beside them are found too."""
-        given, known = self.options.features, (self.target, self.options.group, *self.options.text)
+        options, known = self.options, (self.target, self.options.group, *self.options.text)
+        given = options.features
+        self.pictures = None
+        if options.pictures:
+            name = table[options.pictures].name
+            self.pictures = PictureColumn(name=name, root=options.root, size=options.size)
+            self.pictures.check(table)
+            known = (*known, name)
         rest = [name for name in table.columns if name not in (*known, *given)]
         pictures = [name for name in rest if _holds_links(table[name])]
         for name in pictures:
             example = shown(next(filter(None, table[name].texts())), 60)
-            self.say(f"note      {name} is not read: it holds links, or paths of pictures, as {example}")
-        self.apart = (*given, *pictures)
+            there = "; the files are there: --pictures reads them" if are_there(table[name], table, "") else ""
+            self.say(f"note      {name} is not read: it holds links, or paths of pictures, as {example}{there}")
+        self.apart = (*given, *pictures, options.pictures)
         texts = super().columns_of(table)
         if given:
             self.beside = [table[name].name for name in given]
@@ -133,7 +152,7 @@ class PriceRecipe(TextRecipe):
     @property
     def inputs(self) -> list[str]:
         """All columns that are read."""
-        return [*self.columns, *self.beside]
+        return [*self.columns, *self.beside, *([self.pictures.name] if self.pictures else [])]
 
     def problems(self) -> list[str]:
         """Also a target that is no number."""
@@ -157,7 +176,9 @@ class PriceRecipe(TextRecipe):
         )
         encoder = encoder_for(options, texts, self.say)
         has_header = self.table.has_header
-        return PriceReader(encoder, self.columns, options.most, options.dropout, has_header, features, self.scale)
+        return PriceReader(
+            encoder, self.columns, options.most, options.dropout, has_header, features, self.scale, self.pictures
+        )
 
     def _in_logs(self) -> bool:
         """Whether models learn logarithms: as asked, or where these are less skewed in the rows to train on."""
@@ -183,7 +204,7 @@ class PriceRecipe(TextRecipe):
         """The rows of a side, with their prices; those that are trained on do not see their own."""
         labels = torch.from_numpy(self.scale.standardised(side.target).astype(np.float32))
         matrix = self.matrix if side is self.train else None
-        return self.reader.rows(side.table, self.say, {"labels": labels}, matrix)
+        return self.reader.rows(side.table, self.say, labels=labels, matrix=matrix)
 
     def job(self, name: str, data: PriceRows, held: PriceRows) -> Job:
         """The training of the encoder with the numbers beside it; errors count as they are, not squared."""
@@ -266,8 +287,9 @@ class PriceRecipe(TextRecipe):
         mean, deviation, low, high = stored["scale"].tolist()
         scale = Scale(in_logs=state["in_logs"], mean=mean, deviation=deviation, low=low, high=high)
         features, encoder = Features.of(state["rows"], stored), encoder_in(folder, state["config"])
+        pictures = PictureColumn(**state["pictures"]) if state.get("pictures") else None
         reader = PriceReader(
-            encoder, state["columns"], state["most"], state["dropout"], state["has_header"], features, scale
+            encoder, state["columns"], state["most"], state["dropout"], state["has_header"], features, scale, pictures
         )
         reader.members = tuple(state["members"])
         return reader
@@ -295,16 +317,18 @@ class PriceReader(TextReader):
         has_header: bool,
         features: Features,
         scale: Scale,
+        pictures: PictureColumn | None,
     ) -> None:
         super().__init__(encoder, columns, (), most, dropout, has_header)
-        self.features, self.scale = features, scale
+        self.features, self.scale, self.pictures = features, scale, pictures
         self.members: tuple[str, ...] = ()
         """What the blend is of, in the order of its shares."""
 
     @cached_property
     def kinds(self) -> dict[str, Kind]:
         """How the columns are read."""
-        texts: dict[str, Kind] = dict.fromkeys(self.columns, "text")
+        pictures = [] if self.pictures is None else [self.pictures.name]
+        texts: dict[str, Kind] = dict.fromkeys((*self.columns, *pictures), "text")
         return {**self.features.kinds, **texts}
 
     def table(self, data: Path) -> Table:
@@ -316,11 +340,12 @@ class PriceReader(TextReader):
         table = table_in_memory(data, self.columns, self.kinds)
         if lacking := [name for name in self.kinds if name not in table]:
             raise DataError(f"the rows lack {listed(lacking)}, which the model reads; add what is missing")
-        return table
+        return table if self.pictures is None else self.pictures.in_memory(table)
 
     def state(self) -> dict[str, Any]:
         """All that makes the reader again, beside its tensors."""
         own = {"rows": self.features.state(), "in_logs": self.scale.in_logs, "members": list(self.members)}
+        own["pictures"] = None if self.pictures is None else self.pictures.state()
         return {**super().state(), **own}
 
     def keep_files(self, folder: Path) -> None:
@@ -333,13 +358,15 @@ class PriceReader(TextReader):
         """All texts of a row as one."""
         return [joined_texts(table, self.columns)]
 
-    def rows(
-        self, table: Table, say: Say, columns: Mapping[str, Any] | None = None, matrix: Numbers | None = None
-    ) -> PriceRows:
-        """The rows of a table, with more columns for the network; `matrix` are their features, if known."""
+    def rows(self, table: Table, say: Say, *, labels: Tensor | None = None, matrix: Numbers | None = None) -> PriceRows:
+        """The rows of a table, with labels where they are to train on; `matrix` are their features, if known."""
         if matrix is None:
             matrix = self.features.matrix(table, self.texts(table)[0], say)
-        beside = {"numbers": self.features.standardised(matrix), **(columns or {})}
+        beside = {"numbers": self.features.standardised(matrix)}
+        if self.pictures is not None:
+            beside |= self.pictures.read(table, say, is_asked=labels is None)
+        if labels is not None:
+            beside["labels"] = labels
         return PriceRows(tokens=self.sequences(table, say, beside), matrix=matrix)
 
     def asked(self, table: Table, say: Say) -> Asked:
@@ -348,7 +375,8 @@ class PriceReader(TextReader):
 
     def around(self, encoder: nn.Module) -> nn.Module:
         """The network around an encoder."""
-        return PriceNetwork(encoder, self.encoder.width, self.features.width, self.dropout)
+        width, numbers = self.encoder.width, self.features.width
+        return PriceNetwork(encoder, width, numbers, self.dropout, sees_pictures=self.pictures is not None)
 
     @property
     def embedded(self) -> None:

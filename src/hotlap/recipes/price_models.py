@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hotlap.recipes.price_pictures import PictureBranch
 from hotlap.recipes.recipe import Numbers
 from hotlap.recipes.scores import number_report
 from hotlap.recipes.text import Pooled
@@ -85,18 +86,23 @@ class Blend(nn.Module):
 
 
 class PriceNetwork(Pooled):
-    """The mean over a text's tokens beside a branch of numbers, and two layers for the price."""
+    """The mean over a text's tokens beside a branch of numbers, and one of pictures; two layers for the price."""
 
-    def __init__(self, encoder: nn.Module, width: int, numbers: int, dropout: float) -> None:
+    def __init__(self, encoder: nn.Module, width: int, numbers: int, dropout: float, *, sees_pictures: bool) -> None:
         super().__init__(encoder, dropout)
         self.branch = nn.Sequential(nn.Linear(numbers, BRANCH), nn.GELU(), nn.Dropout(dropout))
-        layers = (nn.Linear(width + BRANCH, HIDDEN), nn.GELU(), nn.Dropout(dropout), nn.Linear(HIDDEN, 1))
-        self.head = nn.Sequential(*layers)
+        self.pictures = PictureBranch(BRANCH) if sees_pictures else None
+        inputs = width + BRANCH + (BRANCH + 1 if sees_pictures else 0)
+        self.head = nn.Sequential(nn.Linear(inputs, HIDDEN), nn.GELU(), nn.Dropout(dropout), nn.Linear(HIDDEN, 1))
 
-    def forward(self, numbers: Tensor, **batch: Tensor) -> Tensor:
+    def forward(
+        self, numbers: Tensor, pixels: Tensor | None = None, has_picture: Tensor | None = None, **batch: Tensor
+    ) -> Tensor:
         """A standardised price for each text."""
-        texts = self.dropout(self.embedded(**batch))
-        prices: Tensor = self.head(torch.cat([texts, self.branch(numbers)], 1)).squeeze(1)
+        seen = [self.dropout(self.embedded(**batch)), self.branch(numbers)]
+        if self.pictures is not None:
+            seen.append(self.pictures(pixels, has_picture))
+        prices: Tensor = self.head(torch.cat(seen, 1)).squeeze(1)
         return prices
 
 

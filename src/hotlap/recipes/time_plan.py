@@ -11,8 +11,8 @@ from hotlap.fitting.deadline import MARGIN, TimeLimit
 
 FILES_S = 0.5
 """For the report and the plots."""
-LEAVING = 1.0
-"""Of the start of the process, what its end may take beyond what is planned: a slow start tells of a busy machine."""
+LEAVING, MOST_LEAVING = 1.0, 0.07
+"""Kept free for the end, since a slow start tells of a busy machine: a multiple of it, and most of the time."""
 LEAST_S = 5.0
 """A model that would have less time is left out, while there is another one."""
 ONNX_S = 15.0
@@ -24,12 +24,14 @@ class TimePlan:
     """Parts the time of a run among its models, and keeps what was left out; without a limit nothing is."""
 
     def __init__(self, limit: TimeLimit | None, *, start_s: float = 0.0) -> None:
-        """`start_s` is what the start of the process took; its end is expected to take up to `LEAVING` of that."""
+        """`start_s` is what the start of the process took."""
         self.limit = limit
         self.share: TimeLimit | None = None
         """The time of the model or fold in training."""
         self.left_out: list[str] = []
-        self._after_s = 0.0 if limit is None else FILES_S + MARGIN * limit.all_s + LEAVING * start_s
+        self._after_s = 0.0
+        if limit is not None:
+            self._after_s = FILES_S + MARGIN * limit.all_s + min(LEAVING * start_s, MOST_LEAVING * limit.all_s)
         self._test_share, self._answers_s = 0.0, 0.0
 
     def expect_test(self, read: Callable[[], T], *, held: int, rows: Callable[[T], int]) -> T:
