@@ -53,6 +53,7 @@ PUBLIC = {
     "search",
     "tokenised",
     "train",
+    "watch",
     "workers",
 }
 HEAVY = ("torch", "numpy", "rich", "jinja2", "asyncio")

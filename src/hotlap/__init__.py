@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not run what is bel
     from hotlap.kit.calls import batch as batch
     from hotlap.kit.calls import memory as memory
     from hotlap.kit.calls import workers as workers
+    from hotlap.monitor.watch import watch as watch
     from hotlap.recipes.calls import load as load
     from hotlap.recipes.calls import predict as predict
     from hotlap.recipes.calls import train as train
@@ -90,6 +91,7 @@ _HOME = {
     "search": "hotlap.searching.search",
     "tokenised": "hotlap.data.tokenising",
     "train": "hotlap.recipes.calls",
+    "watch": "hotlap.monitor.watch",
     "workers": "hotlap.kit.calls",
 }
 """Where each public name lives."""

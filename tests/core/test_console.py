@@ -154,7 +154,7 @@ def test_without_any_stderr_nothing_is_shown(monkeypatch):
 
 
 def test_in_a_notebook_the_cell_is_used_unless_a_stream_or_lines_are_asked_for(monkeypatch):
-    monkeypatch.setattr(console, "_in_notebook", lambda: True)
+    monkeypatch.setattr(console, "in_notebook", lambda: True)
     assert type(open_console()) is NotebookConsole
     assert type(open_console(stream=io.StringIO())) is LineConsole
     monkeypatch.setenv("HOTLAP_PROGRESS", "lines")

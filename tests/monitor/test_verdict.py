@@ -94,9 +94,9 @@ def test_nothing_is_said_before_anything_was_seen():
     assert seen(steps=0) is None
 
 
-def on_cpu(cores_busy, own_cores, plan=OWN):
+def on_cpu(cores_busy, own_cores, plan=OWN, **figures):
     host = {"cores": 4, "cores_busy": cores_busy, "own_cores": own_cores}
-    return seen(on_gpu=False, samples=[{"at": 1.0, "host": host}], plan=plan)
+    return seen(on_gpu=False, samples=[{"at": 1.0, "host": host}], plan=plan, **figures)
 
 
 def test_on_a_cpu_other_work_is_named_where_no_core_is_free():
@@ -104,6 +104,7 @@ def test_on_a_cpu_other_work_is_named_where_no_core_is_free():
     assert found.line == "bound by another process: other work takes 2.5 of 4 cores, and none is free"
     assert on_cpu(3.0, 1.5).bound == "computing"
     assert on_cpu(4.0, 3.5).bound == "computing"
+    assert on_cpu(4.0, 1.5, feeding_s=7.0).bound == "feeding"
     # Its own workers are other processes too.
     assert on_cpu(4.0, 1.5, OWN.with_feed(Feed(kind="loader", workers=2))).bound == "computing"
 

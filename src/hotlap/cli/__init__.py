@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from hotlap import __version__
-from hotlap.cli import kit, machine, recipes, reports, run, store, stress, trainings
+from hotlap.cli import kit, machine, recipes, reports, run, store, stress, trainings, watch
 from hotlap.cli.output import show
 from hotlap.core.errors import HotlapError, UsageError
 from hotlap.core.terminal import clean_lines, say
@@ -88,6 +88,7 @@ trainings.register(app)
 reports.register(app)
 kit.register(app)
 machine.register(app)
+watch.register(app)
 stress.register(app)
 store.register(app)
 

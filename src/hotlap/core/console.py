@@ -44,7 +44,7 @@ def open_console(wanted: bool = True, stream: TextIO | None = None) -> Console:
     if not wanted or asked == "off" or stream is None:
         return SilentConsole()
     if asked != "lines":
-        if anywhere and _in_notebook():
+        if anywhere and in_notebook():
             return NotebookConsole()
         if is_terminal(stream) and os.environ.get("TERM") != "dumb":
             return TerminalConsole(stream)
@@ -215,7 +215,8 @@ class NotebookConsole:
             self._handle.update(page, raw=True)
 
 
-def _in_notebook() -> bool:
+def in_notebook() -> bool:
+    """Whether this process runs the cells of a notebook."""
     if "IPython" not in sys.modules:
         return False
     from IPython import get_ipython

@@ -24,6 +24,7 @@ from hotlap.engine.rig import Rig
 from hotlap.engine.snapshot import Randomness
 from hotlap.engine.step import why_no_gradients
 from hotlap.fitting.deadline import TimeLimit
+from hotlap.fitting.metric_logs import Names, logs_named
 from hotlap.fitting.progress import banner
 from hotlap.fitting.record import (
     FILE,
@@ -55,7 +56,7 @@ from hotlap.store.files import finite, load_plan
 from hotlap.store.run_folder import RunFolder
 from hotlap.store.weights import load_weights_into, unwrapped
 
-log = logger(__name__)
+_log = logger(__name__)
 
 
 Chosen = Plan | Found | Mapping[str, Any] | Ledger | str
@@ -88,6 +89,7 @@ def fit(
     require_gpu: bool = False,
     progress: bool = True,
     on_evaluation: Callable[[dict[str, Any]], object] | None = None,
+    log: Names = None,
     started_by: Sequence[str] | None = None,
 ) -> Run:
     """Train the job, write its run folder, and return the Run.
@@ -120,6 +122,8 @@ def fit(
         progress: Show progress on stderr.
         on_evaluation: Called with the figures of each evaluation, as `Run.history` holds them. A text that it returns
             ends the training, which gives it as the reason. What it raises ends it like any error of yours.
+        log: Where the metrics of each evaluation go beside `metrics.jsonl`: "tensorboard", "trackio" or "wandb", or
+            several with commas between them. A log that fails is left with one warning.
         started_by: Words that start this training again from a shell.
 
     SIGINT and SIGTERM end the training after the current step and a checkpoint, by KeyboardInterrupt or exit code 143.
@@ -132,6 +136,7 @@ def fit(
     limit = None if finish_in is None else TimeLimit.of(finish_in)
     _check_job(job, unnamed)
     is_wanted()  # a mistake in the variable must show now
+    logs = logs_named(log)
     call = next_call()
     device = machine.choose_device(job.device, require_gpu=require_gpu)
     if (reason := why_no_gradients()) is not None:
@@ -149,7 +154,9 @@ def fit(
     task: Task | None = None
     session: RunSession | None = None
     try:
-        task = set_up(job, dataset, chosen, device, console, save_every, tune_s, on_evaluation, limit, repeats, without)
+        task = set_up(
+            job, dataset, chosen, device, console, save_every, tune_s, on_evaluation, limit, repeats, without, logs
+        )
         kept = CachedModel(task.identity, job, task.rig, how=task.how) if reuse else None
         if resume is not None:
             session = RunSession(RunFolder.open(resume), task)
@@ -288,7 +295,7 @@ class CachedModel:
         weights, record = found
         mine = trained_tensors(self._rig)
         if set(weights) != set(mine) or any(weights[name].shape != mine[name].shape for name in mine):
-            log.warning("the model in the cache does not fit this one; it is trained again")
+            _log.warning("the model in the cache does not fit this one; it is trained again")
             return None
         with torch.no_grad():
             for name, tensor in mine.items():

@@ -258,17 +258,18 @@ class FirstEpochWatch:
 
 
 def ledger_lines(ledger: Ledger) -> list[dict[str, Any]]:
-    """The last entries that say what became of something, as JSON."""
-    told = [entry for entry in list(ledger) if entry.outcome != "measured"]
+    """The last entries on what became of what was tried, as JSON; of those about the same thing, the last."""
+    left_out = ("measured", "not tried")
+    told = {(entry.what, entry.outcome): entry for entry in list(ledger) if entry.outcome not in left_out}
     return [
         {"step": one.step, "outcome": one.outcome, "what": one.what, "why": one.why, "ratio": one.figures.get("ratio")}
-        for one in told[-LAST_ENTRIES:]
+        for one in [*told.values()][-LAST_ENTRIES:]
     ]
 
 
 def gpu_of(device: torch.device) -> tuple[GpuReader | None, GpuModel | None]:
     """The reader of a GPU that torch calls so, and its entry in the catalogue, where there are such."""
-    if device.type != "cuda":
+    if device.type != "cuda" or not torch.cuda.is_available():  # boosters may ask for a GPU that torch lacks
         return None, None
     index = torch.cuda.current_device() if device.index is None else device.index
     seen = cuda_gpu(index)
@@ -282,7 +283,7 @@ def sample_of(host: HostReader, gpu: GpuReader | None, device: torch.device, ste
     found: dict[str, Any] = {"step": step, "host": host.read()}
     if gpu is not None:
         found["gpus"] = [gpu.read(own=(os.getpid(),))]
-    if device.type == "cuda":
+    if device.type == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         found["torch"] = _torch_memory(device)
     return found
 

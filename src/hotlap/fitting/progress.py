@@ -105,6 +105,10 @@ class Voice:
     def warn(self, problem: str) -> None:
         """Show a problem and keep it for the Run; without a console it goes to the log, which shows warnings."""
         self.problems.append(problem)
+        self.mention(problem)
+
+    def mention(self, problem: str) -> None:
+        """Show a problem that is none of the training's own, in the same places."""
         if isinstance(self.console, SilentConsole):
             log.warning("%s", problem)
         self.say(f"warning: {problem}")

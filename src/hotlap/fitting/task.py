@@ -97,6 +97,8 @@ class Task:
     """Trainings like this one that the plan will serve."""
     replayed: Ledger | None = None
     """The ledger of the run whose plans are used again, each at its step."""
+    logs: Sequence[str] = ()
+    """Names of the logs that metrics go to beside the run folder."""
 
     def facts(self) -> dict[str, Any]:
         """What a checkpoint and `record.json` say of it, with the plan settled on and how that is chosen."""
@@ -196,6 +198,7 @@ def set_up(
     limit: TimeLimit | None = None,
     repeats: int = 1,
     without: Sequence[str] = (),
+    logs: Sequence[str] = (),
 ) -> Task:
     """Make the rig and put it under the plan; raises HotlapError where the job or the plan will not do."""
     start_s = time.perf_counter()
@@ -250,6 +253,7 @@ def set_up(
         tuned=plan == TUNED or isinstance(plan, Found),
         found=plan.plan if isinstance(plan, Found) else None,
         replayed=plan if isinstance(plan, Ledger) else None,
+        logs=logs,
     )
 
 

@@ -17,6 +17,7 @@ from hotlap.engine.objective import PendingMean
 from hotlap.engine.step import Window, is_out_of_memory
 from hotlap.fitting.deadline import Deadline, span_schedule
 from hotlap.fitting.live import LOOK_S, LiveTraining
+from hotlap.fitting.metric_logs import MetricLogs
 from hotlap.fitting.progress import Pace, format_record, status
 from hotlap.fitting.record import resume_words
 from hotlap.fitting.rescue import Rescue, within
@@ -59,6 +60,7 @@ def train(task: Task, session: RunSession, state: ProgressState) -> str:
             task.voice.say(f"stopped by {stop.signal.name}; go on with: {resume_words(session.folder)}")
             stop.obey()
     finally:
+        loop.logs.close()
         session.saver.finish()
     return stopped
 
@@ -76,6 +78,7 @@ class _Loop:
         self._length = None if self._deadline is None else self._deadline.length
         self.tuner = chooser_for(self._task, self._length)
         self.live = LiveTraining(task, session, state, self.tuner)
+        self.logs = MetricLogs(task.logs, session.folder.path, task.identity["settings"], task.voice.mention)
         self._rescue = Rescue(task.rig)
         self._told = self.tuner.done
         """Whether the outcome of tuning was shown, or there is none."""
@@ -372,6 +375,7 @@ class _Loop:
             self._session.folder.add_metrics(record)
         except StoreError as error:
             self._voice.warn(f"metrics.jsonl lacks step {record['step']}: {error}; training goes on")
+        self.logs.add(record)
         self._voice.say(format_record(record, by_step=job.eval_every is not None))
         self._check_finite(record)
         state.best.judge(record)

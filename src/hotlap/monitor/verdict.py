@@ -88,11 +88,14 @@ class Seen:
 def verdict(seen: Seen) -> Verdict | None:
     """What bounds a training now; None where too little was seen.
 
-    First what is not its own: another process, and clocks that were lowered. Then what stands between its steps, and
-    at last the step itself.
+    On a GPU first what is not its own: another process, and clocks that were lowered. Then what stands between its
+    steps, and at last the step itself. On a CPU other work is looked for last: every wait of the training is there for
+    all to use.
     """
     if seen.seconds <= 0 or not (seen.steps or seen.evaluation_s or seen.saving_s):
         return None
+    if not seen.on_gpu:
+        return _between_steps(seen) or _somebody_else(seen) or _of_a_step(seen)
     return _somebody_else(seen) or _throttled(seen) or _between_steps(seen) or _of_a_step(seen)
 
 

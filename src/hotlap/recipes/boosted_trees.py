@@ -47,7 +47,7 @@ def train_trees(
     limit = None if trainer.limit is None else trainer.limit.part(share)
     fit = partial(
         trees.fit, job, plan=plan, reuse=trainer.reuse, finish_in=limit, progress=progress,
-        started_by=command_of(trainer.folder),
+        started_by=command_of(trainer.folder), log=options.log,
     )  # fmt: skip
     try:
         run = fit(resume=out) if (out / "record.json").is_file() and (out / "plan.toml").is_file() else fit(out=out)

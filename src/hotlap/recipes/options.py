@@ -63,6 +63,7 @@ class Options:
     profile: str = option("", "how much to train: fast (less than usual), balanced, or best (more)")
     trials: int = option(0, "trainings with other values, of which the best is kept; 0: one of each model", most=10_000)
     onnx: bool = option(False, "write the best model as model.onnx too")
+    log: str = option("", "where metrics go too: tensorboard, trackio or wandb; several with commas between them")
 
     def __post_init__(self) -> None:
         wrong = below_one(self, "batch_size", "patience")

@@ -23,6 +23,7 @@ from hotlap.core.table import table as tuning_table
 from hotlap.core.units import show_seconds
 from hotlap.fitting.deadline import TimeLimit
 from hotlap.fitting.fit import AnotherTrainingError, ended_run, fit
+from hotlap.fitting.metric_logs import logs_named
 from hotlap.fitting.run import Run
 from hotlap.fitting.task import EVERYTHING, OFF, TUNED
 from hotlap.machine.device import choose_device
@@ -50,7 +51,7 @@ PREDICTIONS = "predictions.csv"
 """Answers for `--test`."""
 PLAN = "plan.toml"
 """In the folder of a training that was begun."""
-GOES_ON = ("epochs", "patience", "device", "test", "finish_in", "trials")
+GOES_ON = ("epochs", "patience", "device", "test", "finish_in", "trials", "log")
 """Options that may differ where a run goes on."""
 Recipe = type[TabularRecipe]
 
@@ -100,6 +101,7 @@ def train(
     _check_names(recipe, options, out)
     choose_device(options.device)
     check_installed()
+    logs_named(options.log)  # a missing package must show before the training
     if getattr(options, "onnx", False):
         onnx_files.libraries()  # a missing package must show before the training
         plan.expect_onnx()
@@ -366,6 +368,7 @@ class _Training:
             plan=options.plan,
             seed=options.seed,
             progress=self.progress,
+            log=options.log,
         )
         for line in found.summary().split("\n"):
             self.say(line)
@@ -473,6 +476,7 @@ class _Training:
                 progress=self.progress and not quiet,
                 started_by=command_of(self.folder),
                 finish_in=None if self.time.share is None else self.time.share.part(share),
+                log=self.options.log,
             )
         except DivergedError as error:
             raise self.diverged(out.name, str(error).partition(" and would")[0]) from None

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +25,7 @@ from hotlap.data.order import mix, seed_all
 from hotlap.engine.snapshot import Randomness
 from hotlap.fitting.deadline import MARGIN, TimeLimit
 from hotlap.fitting.fit import AnotherTrainingError, ended_run, fit
+from hotlap.fitting.metric_logs import Names, logs_named
 from hotlap.fitting.run import Run
 from hotlap.fitting.task import TUNED, Found
 from hotlap.fitting.tuning import was_tuned
@@ -121,6 +122,7 @@ def search(
     at_once: int | None = None,
     save_every: int | None = None,
     progress: bool = True,
+    log: Names = None,
 ) -> Search:
     """Train a job with so many choices of values, and give the best trial's Run. Needs the extra `search`.
 
@@ -141,12 +143,14 @@ def search(
             to be fastest, once the first trial has ended. The values of a trial depend on which others have ended.
         save_every: Updates between checkpoints of a trial, as for `fit`.
         progress: Show progress on stderr.
+        log: Where the metrics of each trial go beside its folder, as for `fit`.
 
     A trial that raises an error has failed: it is recorded, and the search goes on. Raises TrainingError where no
     trial completes, and HotlapError where the space or a folder cannot be used as asked.
     """
     limit = None if finish_in is None else TimeLimit.of(finish_in)
     optuna_or_why_not()
+    logs = logs_named(log)
     if isinstance(trials, bool) or not isinstance(trials, int) or not 1 <= trials <= MOST_TRIALS:
         raise JobError([f"trials={shown(trials)} must be a whole number from 1 to {MOST_TRIALS:,}"])
     wanted_at_once = checked(at_once)
@@ -170,6 +174,7 @@ def search(
             save_every=save_every,
             console=console,
             about=about,
+            logs=logs,
             trainings=Trainings(wanted_at_once, console),
             monitor=str(about.get("monitor") or ""),
         )
@@ -247,6 +252,7 @@ class _Searching:
     save_every: int | None
     console: Console
     about: dict[str, Any]
+    logs: Sequence[str] = ()
     trainings: Trainings
     found: Found | None = None
     """The plan that a trial has found."""
@@ -373,6 +379,7 @@ class _Searching:
             repeats=max(1, self.wanted - number),
             progress=False,
             on_evaluation=judged,
+            log=self.logs,
         )
 
     def trial_folder(self, number: int) -> Path:
@@ -384,7 +391,7 @@ class _Searching:
         plan = self.tree_plan if self.tree_plan is not None else self.plan
         is_begun = (folder / "plan.toml").is_file()
         out, resume = (None, folder) if is_begun else (folder, None)
-        return fit_trees(job, plan=plan, out=out, resume=resume, progress=False)
+        return fit_trees(job, plan=plan, out=out, resume=resume, progress=False, log=self.logs)
 
     def judged(self, number: int, record: dict[str, Any]) -> str | None:
         """Take in an evaluation of a trial; why it is pruned, or None."""

@@ -44,6 +44,7 @@ ABOUT = {
     "checkpoints.made": "says that there were checkpoints",
     "trees.json": "boosters with their targets, settings and plan",
     "grown.jsonl": "the boosters that are done: hotlap resume",
+    "tensorboard/": "metrics: tensorboard --logdir",
     "boosters/": "trained trees, for plain XGBoost or LightGBM",
 }
 MOST_LEDGER_BYTES = 64 * MIB
@@ -201,7 +202,7 @@ class RunFolder:
         try:
             here = sorted(f for f in self.path.iterdir() if not f.name.startswith(".") and f.name != "lock")
             sizes = {f.name: f.stat().st_size for f in here if f.is_file()}
-            for name, files in (("boosters", "*"), ("checkpoints", "step-*/*")):
+            for name, files in (("boosters", "*"), ("checkpoints", "step-*/*"), ("tensorboard", "*")):
                 kept = [f.stat().st_size for f in (self.path / name).glob(files)]
                 if kept:
                     sizes[f"{name}/"] = sum(kept)

@@ -21,6 +21,7 @@ from hotlap.core.plan import Plan
 from hotlap.core.units import show_seconds
 from hotlap.fitting.deadline import TimeLimit
 from hotlap.fitting.fit import next_call
+from hotlap.fitting.metric_logs import MetricLogs, Names, logs_named
 from hotlap.fitting.record import asked_by_command, note_gone_on, resume_words, start_record
 from hotlap.fitting.run import FinishedRun
 from hotlap.guard.signals import StopRequest
@@ -92,6 +93,7 @@ def fit(
     reuse: bool = False,
     finish_in: float | str | TimeLimit | None = None,
     progress: bool = True,
+    log: Names = None,
     started_by: Sequence[str] | None = None,
 ) -> TreeRun:
     """Train the boosters of a job, write the run folder, and return the TreeRun.
@@ -109,6 +111,7 @@ def fit(
         finish_in: End in this time, files included: seconds, or a text such as "15m". Where it is short, each target
             gets an even share and stops when that is over; `left_out` says so. Each target gets one round at least.
         progress: Show progress on stderr.
+        log: Where the score of each round goes at the end, as for `hotlap.fit`.
         started_by: Words that start this training again from a shell.
 
     SIGINT and SIGTERM end the training after the current round, by KeyboardInterrupt or exit code 143. The folder
@@ -120,6 +123,7 @@ def fit(
     if not isinstance(job, TreeJob):
         raise JobError([f"fit takes one TreeJob, not {type(job).__name__}: trees.fit(trees.TreeJob(x, y))"])
     is_wanted()  # a mistake in the variable must show now
+    logs = logs_named(log)
     start_s, call = time.perf_counter(), next_call()
     limit = None if finish_in is None else TimeLimit.of(finish_in)
     resume = asked_by_command(call) if resume is None else resume
@@ -133,7 +137,7 @@ def fit(
     console = open_console(progress)
     folder = folder or RunFolder.create(out, job.library)
     lock = RunLock(folder.path)
-    training = Training(job, Saver(folder, job, left), chosen, console, start_s, limit)
+    training = Training(job, Saver(folder, job, left), chosen, console, start_s, limit, logs)
     try:
         return training.run(start_record(call, started_by), cached, tunes=plan == AUTO, gpu=device == "auto")
     finally:
@@ -178,10 +182,11 @@ class Training:
     """One training in its run folder."""
 
     def __init__(
-        self, job: TreeJob, saver: Saver, plan: TreePlan, console: Console, start_s: float, limit: TimeLimit | None
-    ) -> None:
+        self, job: TreeJob, saver: Saver, plan: TreePlan, console: Console, start_s: float, limit: TimeLimit | None,
+        logs: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         self._job, self._saver, self._folder, self._plan, self._console = job, saver, saver.folder, plan, console
-        self._start_s, self._limit, self._ledger = start_s, limit, Ledger()
+        self._start_s, self._limit, self._ledger, self._logs = start_s, limit, Ledger(), logs
         self._lock, self._shown_s = threading.Lock(), -math.inf
 
     def run(self, started: dict[str, Any], cached: _Cached | None, *, tunes: bool, gpu: bool) -> TreeRun:
@@ -276,6 +281,10 @@ class Training:
         left_out: tuple[str, ...] = (),
     ) -> TreeRun:  # fmt: skip
         self._folder.write_metrics(history)
+        logs = MetricLogs(self._logs, self._folder.path, settings_of(self._job), self._console.say)
+        for record in history:
+            logs.add({"step": record["round"], **record})
+        logs.close()
         total_s = time.perf_counter() - self._start_s
         if not left_out:
             self._saver.tidy([file.name for file in model.record.boosters])
