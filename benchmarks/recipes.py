@@ -108,7 +108,7 @@ def temporal_words(options: argparse.Namespace, folder: Path) -> list[str]:
 def text_words(options: argparse.Namespace, folder: Path) -> list[str]:
     """Texts to train on, to judge by and to predict. Held out by a file: all seeds are judged by the same."""
     if importlib.util.find_spec("transformers") is None:
-        raise FailedError("transformers is not installed: pip install hotlap[text]")
+        raise FailedError("transformers is not installed: pip install '.[text]' in a clone of hotlap")
     config = options.config
     if config is None:
         config = folder / "config.json"

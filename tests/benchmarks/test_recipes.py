@@ -267,7 +267,10 @@ def test_a_recipe_that_fails_says_why_and_the_other_goes_on(tmp_path, capsys):
 def test_without_transformers_text_says_so_in_a_line(monkeypatch, capsys):
     monkeypatch.setattr(recipes.importlib.util, "find_spec", lambda name: None)
     assert recipes.main(["--only", "text"]) == 1
-    assert "failed        data: transformers is not installed: pip install hotlap[text]" in capsys.readouterr().out
+    assert (
+        "failed        data: transformers is not installed: pip install '.[text]' in a clone of hotlap"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_second_run_that_trains_again_is_a_failure(monkeypatch, capsys):

@@ -139,6 +139,24 @@ def test_from_a_wide_table_to_forecasts(tmp_path, run):
     check_meters(tmp_path, run(tmp_path, "forecast"))
 
 
+def check_prices(folder, said):
+    scores = {name: float(score) for name, score in re.findall(r"^(\w[\w ]*?) +SMAPE (\S+) %$", said, re.MULTILINE)}
+    rules = {"the median", "the median by packaging"}
+    assert set(scores) == {"encoder", "trees", "blend", *rules}
+    assert scores["blend"] <= min(scores["encoder"], scores["trees"])
+    assert scores["blend"] < 0.5 * min(scores[name] for name in rules)
+    rows = answers_in(folder)
+    assert list(rows[0]) == ["id", "title", "price"]
+    assert [row["id"] for row in rows] == [str(number) for number in range(50)]
+    assert all(float(row["price"]) > 0 for row in rows)
+
+
+def test_from_a_file_of_products_to_prices(tmp_path, run):
+    pytest.importorskip("transformers")
+    pytest.importorskip("xgboost")
+    check_prices(tmp_path, run(tmp_path, "price"))
+
+
 def test_a_notebook_does_the_same_and_shows_pictures(tmp_path, environment):
     """One of them: the others have the code of their scripts too, and the same last cell."""
     pytest.importorskip("ipykernel")
@@ -152,12 +170,12 @@ def test_a_notebook_does_the_same_and_shows_pictures(tmp_path, environment):
     assert done.stdout.splitlines().count("picture") == 2
 
 
-@pytest.mark.parametrize("name", ["text", "temporal", "image", "forecast"])
+@pytest.mark.parametrize("name", ["text", "temporal", "image", "forecast", "price"])
 def test_the_notebook_has_the_code_of_the_script_and_shows_pictures_at_its_end(name):
     nbformat = pytest.importorskip("nbformat")
     book = nbformat.read(EXAMPLES / f"{name}.ipynb", as_version=4)
     script = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
     code = [cell.source for cell in book.cells if cell.cell_type == "code"]
     assert all(cell in script for cell in code[:-1])
-    assert code[-1] == (SHOWS_CURVES if name == "forecast" else SHOWS)
+    assert code[-1] == (SHOWS_CURVES if name in ("forecast", "price") else SHOWS)
     assert not any(cell.get("outputs") for cell in book.cells)

@@ -175,7 +175,7 @@ def test_a_library_that_is_missing_leaves_its_model_out_with_a_warning(tmp_path,
     lines = []
     recipe = prepared(table_file(tmp_path / "a.csv", wave(200)), lines, models="lightgbm,ridge")
     assert [one.name for one in recipe.prepared().own] == ["ridge", "blend"]
-    assert "warning   left out: lightgbm is not installed: pip install hotlap[trees]" in lines
+    assert "warning   left out: lightgbm is not installed: pip install '.[trees]' in a clone of hotlap" in lines
     with pytest.raises(MachineError, match="lightgbm is not installed: pip install"):
         prepared(tmp_path / "a.csv", models="lightgbm").prepared()
 

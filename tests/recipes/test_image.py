@@ -482,7 +482,7 @@ def test_without_pillow_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
     pictures.pillow.cache_clear()
     try:
-        with pytest.raises(MachineError, match=r"pictures need Pillow: pip install hotlap\[images\]"):
+        with pytest.raises(MachineError, match=r"pictures need Pillow: pip install '\.\[images\]'"):
             prepared(data)
     finally:
         pictures.pillow.cache_clear()

@@ -100,7 +100,7 @@ def test_a_folder_that_holds_files_is_refused_at_once_and_left_as_it_is(tmp_path
 def test_what_is_not_installed_is_said_before_texts_are_tokenised(tmp_path, monkeypatch):
     data = texts_file(tmp_path / "train.csv", rows=60)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(MachineError, match=re.escape("needs transformers: pip install hotlap[text]")):
+    with pytest.raises(MachineError, match=re.escape("needs transformers: pip install '.[text]' in a clone of hotlap")):
         train(tmp_path, data, "run")
     assert not (tmp_path / "run").exists()
     assert not (tmp_path / "cache").exists()

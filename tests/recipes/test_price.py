@@ -350,7 +350,7 @@ def test_without_the_library_of_trees_the_encoder_answers_alone(tmp_path, monkey
     data, config, lines = products_file(tmp_path / "products.csv", 60), str(tiny_config(tmp_path / "tiny.json")), []
     prepared = RECIPE.prepare(options(data, config=config, trees="no_such_library"), lines.append)
     assert prepared.own == []
-    assert "warning   left out: no_such_library is not installed: pip install hotlap[trees]" in lines
+    assert "warning   left out: no_such_library is not installed: pip install '.[trees]' in a clone of hotlap" in lines
 
 
 # --- features and models -------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ def test_a_baseline_that_wins_is_named_first_and_again_at_the_end_with_advice(fi
     assert lines[first + 1].endswith("accuracy  macro-F1")  # the table comes below
     assert last == len(lines) - 2
     assert re.search(r"encoder gives the answers of this run, though .*TF-IDF .* did at least as well; ", lines[last])
-    assert "pip install hotlap[minilm]" in lines[last]
+    assert "pip install '.[minilm]'" in lines[last]
     assert "TF-IDF + logistic regression" in json.loads((run / "recipe.json").read_text())["beaten_by"]
 
 

@@ -140,7 +140,7 @@ def test_a_report_of_numbers_has_one_line():
 
 def test_without_scikit_learn_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "sklearn.metrics", None)
-    with pytest.raises(MachineError, match=r"pip install hotlap\[recipes\]"):
+    with pytest.raises(MachineError, match=r"pip install '\.\[recipes\]'"):
         scores.number_report(np.array([1.0]), np.array([1.0]))
 
 

@@ -434,7 +434,7 @@ def test_folders_that_are_no_table_are_refused(written, tmp_path):
 def test_parquet_without_pyarrow_says_how_to_get_it(written, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     path = written(b"PAR1", "t.parquet")
-    assert refused(path) == f"{path} needs pyarrow: pip install hotlap[recipes]"
+    assert refused(path) == f"{path} needs pyarrow: pip install '.[recipes]' in a clone of hotlap"
 
 
 def test_parquet_columns_have_the_kinds_of_their_types(tmp_path):

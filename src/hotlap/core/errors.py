@@ -87,7 +87,12 @@ def library(name: str, what: str, package: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:
-        raise MachineError(f"{what} needs {name.partition('.')[0]}: pip install {package}") from None
+        raise MachineError(f"{what} needs {name.partition('.')[0]}: {install(package)}") from None
+
+
+def install(package: str) -> str:
+    """How to install a package, or an extra of hotlap such as [text], which no package index has yet."""
+    return f"pip install '.{package}' in a clone of hotlap" if package.startswith("[") else f"pip install {package}"
 
 
 def listed(head: str, noun: str, problems: Sequence[str]) -> str:

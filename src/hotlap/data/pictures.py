@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from hotlap.core.errors import DataError, MachineError, StoreError, kind_of, listed, shown
+from hotlap.core.errors import DataError, MachineError, StoreError, install, kind_of, listed, shown
 from hotlap.core.terminal import logger
 from hotlap.core.units import MIB, show_bytes, show_seconds
 from hotlap.data.parallel import parallel_map
@@ -191,7 +191,7 @@ def pillow() -> Any:
         found = importlib.import_module("PIL")
         importlib.import_module("PIL.Image")
     except ImportError:
-        raise MachineError("pictures need Pillow: pip install hotlap[images]") from None
+        raise MachineError(f"pictures need Pillow: {install('[images]')}") from None
     return found
 
 

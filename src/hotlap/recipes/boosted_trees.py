@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hotlap import trees
+from hotlap.core.errors import install
 from hotlap.fitting.fit import AnotherTrainingError
 from hotlap.recipes.answers import command_of
 from hotlap.recipes.options import Options
@@ -30,7 +31,7 @@ def missing_line(library: str) -> str | None:
     """What to say where a library is not installed; None where it is."""
     if importlib.util.find_spec(library) is not None:
         return None
-    return f"warning   left out: {library} is not installed: pip install hotlap[trees]"
+    return f"warning   left out: {library} is not installed: {install('[trees]')}"
 
 
 def settings_of(options: Options, library: str, params: Mapping[str, Any]) -> dict[str, Any]:

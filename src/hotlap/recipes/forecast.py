@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotlap.core.errors import DataError, JobError, MachineError, did_you_mean, shown
+from hotlap.core.errors import DataError, JobError, MachineError, did_you_mean, install, shown
 from hotlap.core.job import Job
 from hotlap.core.units import show_seconds
 from hotlap.fitting.run import FinishedRun, Run
@@ -396,7 +396,7 @@ class ForecastRecipe(TabularRecipe):
             self.say(line)
         if list(lacking) == names:
             raise MachineError(
-                f"{' and '.join(lacking)} is not installed: pip install hotlap[trees], or name other --models"
+                f"{' and '.join(lacking)} is not installed: {install('[trees]')}, or name other --models"
             )
         return [name for name in names if name not in lacking]
 

@@ -70,7 +70,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def checked(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     """A model's settings without those of no effect; StoreError where some are unknown, or name code to load."""
-    auto = library("transformers", "this model", "hotlap[text]")
+    auto = library("transformers", "this model", "[text]")
     try:
         found = _with_effect(config)
         wrong = dict.fromkeys(_leading_elsewhere(found))
@@ -99,7 +99,7 @@ def new_model(
     kind: str, config: Mapping[str, Any], source: str, labels: int | None = None, **settings: Any
 ) -> nn.Module:
     """A model with random weights, of a kind such as AutoModel; StoreError where the config is of none."""
-    auto = library("transformers", "this model", "hotlap[text]")
+    auto = library("transformers", "this model", "[text]")
     with _library_errors(source), _quietly():
         settings_of_model = _config(auto, checked(config, source), labels)
         model: nn.Module = getattr(auto, kind).from_config(
@@ -115,7 +115,7 @@ def pretrained_model(
 
     Weights come through hotlap's own loader: the library only has other names for tensors in files than in models.
     """
-    auto = library("transformers", "this model", "hotlap[text]")
+    auto = library("transformers", "this model", "[text]")
     state = load_weights(folder)
     with torch.device("meta"):
         family = type(new_model(kind, config, source, labels, **settings))

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hotlap.core.errors import MachineError, TrainingError, first_line
+from hotlap.core.errors import MachineError, TrainingError, first_line, install
 from hotlap.store.files import write_bytes
 
 NAME = "model.onnx"
@@ -110,4 +110,4 @@ def _imported(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:
-        raise MachineError(f"an ONNX file needs {name}: pip install hotlap[onnx]") from None
+        raise MachineError(f"an ONNX file needs {name}: {install('[onnx]')}") from None

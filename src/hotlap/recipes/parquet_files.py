@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hotlap.core.errors import DataError
+from hotlap.core.errors import DataError, install
 from hotlap.core.units import show_bytes
 from hotlap.machine.limits import read_memory
 from hotlap.recipes.kinds import Column, to_seconds, word_column
@@ -28,7 +28,7 @@ def pyarrow_for(file: Path) -> tuple[Any, Any]:
     try:
         return import_module("pyarrow"), import_module("pyarrow.parquet")
     except ImportError:
-        raise DataError(f"{file} needs pyarrow: pip install hotlap[recipes]") from None
+        raise DataError(f"{file} needs pyarrow: {install('[recipes]')}") from None
 
 
 def _read(file: Path) -> Any:

@@ -26,7 +26,7 @@ from hotlap.store.cache import Cache, key_of
 
 FACTS, PARTS = "text-facts", "word-parts"
 """The cache's names for what is found here."""
-NEEDS = ("a recipe", "hotlap[recipes]")
+NEEDS = ("a recipe", "[recipes]")
 Found = tuple[Mapping[str, Any], dict[str, Any]]
 """Arrays by name, and values."""
 FEW, CHUNK, MOST_WORDS = 100, 1000, 20_000

@@ -122,7 +122,7 @@ def rank_correlations(target: Numbers, predicted: Numbers) -> Numbers:
 
     It is nan where fewer than two true values are known, or all of them are equal.
     """
-    rankdata = library("scipy.stats", "a recipe", "hotlap[recipes]").rankdata
+    rankdata = library("scipy.stats", "a recipe", "[recipes]").rankdata
     known = np.isfinite(target) & np.isfinite(predicted)
     true, own = (rankdata(np.where(known, values, np.nan), axis=1, nan_policy="omit") for values in (target, predicted))
     count = np.maximum(1, known.sum(1, keepdims=True))
@@ -230,7 +230,7 @@ def check_installed() -> None:
 
 
 def _metrics() -> Any:
-    return library("sklearn.metrics", "a recipe", "hotlap[recipes]")
+    return library("sklearn.metrics", "a recipe", "[recipes]")
 
 
 # --- judges --------------------------------------------------------------------------------------------

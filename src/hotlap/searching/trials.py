@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from hotlap.core.errors import MachineError, StoreError, first_line
+from hotlap.core.errors import MachineError, StoreError, first_line, install
 from hotlap.data.order import mix
 
 JOURNAL = "trials.journal"
@@ -175,7 +175,7 @@ def optuna_or_why_not() -> Any:
     try:
         import optuna
     except ImportError:
-        raise MachineError("a search needs optuna: pip install hotlap[search]") from None
+        raise MachineError(f"a search needs optuna: {install('[search]')}") from None
     return optuna
 
 

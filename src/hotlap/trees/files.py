@@ -121,7 +121,7 @@ def _pieces_of(part: Any) -> Iterator[Array]:
 
 
 def _parquet_pieces(file: Path) -> Iterator[Array]:
-    parquet = library("pyarrow.parquet", "reading a .parquet file", "hotlap[recipes]")
+    parquet = library("pyarrow.parquet", "reading a .parquet file", "[recipes]")
     with parquet.ParquetFile(file) as table:
         for batch in table.iter_batches(max(1, PAGE // max(1, table.metadata.num_columns))):
             columns = [column.to_numpy(zero_copy_only=False).astype(np.float32) for column in batch.columns]

@@ -15,7 +15,7 @@ import numpy as np
 from hotlap.core.errors import did_you_mean, library, shown
 
 NEEDS = "training trees"
-EXTRA = "hotlap[trees]"
+EXTRA = "[trees]"
 
 _GONE = {
     "gpu_id": "'gpu_id' is gone from XGBoost: write 'device': 'cuda:{value}'",
