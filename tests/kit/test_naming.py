@@ -58,6 +58,12 @@ def test_a_recipe_takes_the_options_that_train_takes(folder):
         named(["text"]).make_job()
 
 
+def test_an_option_of_the_command_behind_a_recipe_is_refused_with_its_place():
+    words = ["text", "--data", "train.csv", "--seconds", "10"]
+    with pytest.raises(HotlapError, match="--seconds is no option of the recipe text; put it before the recipe"):
+        named(words).make_job()
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import typer
 
 from hotlap.cli.output import show
+from hotlap.core.errors import did_you_mean
 from hotlap.core.terminal import say
 from hotlap.core.tricks import TRICKS
 
@@ -89,7 +90,9 @@ def run(
         _refuse("--compare prints no JSON; drop --json")
     unknown = [name for name in without if name not in TRICKS]
     if unknown:
-        _refuse(f"--without {unknown[0]}: unknown name; use {', '.join(TRICKS)}")
+        close = did_you_mean(unknown[0], TRICKS)
+        meant = close if "did you mean" in close else "; `hotlap run --without '?'` lists all names"
+        _refuse(f"--without {unknown[0]}: unknown name{meant}")
     target = running.Target(args=script[1:], **{"module" if module else "path": script[0]})
     seed = _seed()
     wanted = "off" if off else plan or os.environ.get("HOTLAP_PLAN") or "auto"

@@ -7,7 +7,7 @@ import inspect
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,9 @@ from hotlap.trees.job import TreeJob
 if TYPE_CHECKING:
     from hotlap.script.running import Target
 
+
+COMMANDS_OWN = frozenset({"seconds", "most", "json", "quiet", "picture"})
+"""Options of `hotlap batch`, `workers` and `memory`, which stand before the training."""
 
 Training = Job | str | Sequence[str]
 """A job, or the words behind `hotlap batch`, in one string or a list."""
@@ -207,6 +210,8 @@ def recipe_job(name: str, words: Sequence[str], say: Say) -> Job:
 
     recipe = recipe_named(name)
     given = from_words(list(words))
+    for option in sorted(COMMANDS_OWN & given.keys() - {one.name for one in fields(recipe.options_type)}):
+        raise UsageError(f"--{option} is no option of the recipe {name}; put it before the recipe: --{option} … {name}")
     file = given.pop("options", None)
     options = options_of(recipe.options_type, None if file is None else Path(file), given)
     if not options.data:
