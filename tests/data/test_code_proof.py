@@ -2,11 +2,13 @@
 
 import bisect
 import functools
+import logging
 import os
 import random
 import time
 import types
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, UserDict, namedtuple
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -284,6 +286,11 @@ class Odd:
         return time.time()
 
 
+class Odder:
+    def __getattribute__(self, name):
+        return 1
+
+
 IMPURE = {
     "python": (lambda: Of(lambda d, i: random.random()), "draws from Python's random"),
     "numpy": (lambda: Of(lambda d, i: np.random.rand()), "draws from numpy.random"),
@@ -308,7 +315,8 @@ IMPURE = {
     "the clock": (lambda: Of(lambda d, i: time.time()), r"calls time\.time"),
     "printed": (lambda: Of(lambda d, i: print(i) or i), r"calls builtins\.print"),
     "the worker": (lambda: Of(lambda d, i: X[i] + (get_worker_info() is not None)), "asks which worker"),
-    "odd": (lambda: Of(lambda d, i: d.odd.now, odd=Odd()), "has its own attribute lookup"),
+    "odd": (lambda: Of(lambda d, i: d.odd.now, odd=Odd()), r"calls time\.time"),
+    "odder": (lambda: Of(lambda d, i: d.odd.now, odd=Odder()), "has its own attribute lookup"),
     "foreign": (lambda: Of(lambda d, i: object()), "makes an object of object"),
     "eval": (lambda: Of(eval("lambda d, i: i")), "source text is not at hand"),
     "files": (lambda: Folder(Compose(ToTensor())), "reads files"),
@@ -342,6 +350,231 @@ def test_draws_are_no_reason_where_they_are_seeded_for_each_sample():
         assert prove(IMPURE[name][0](), may_draw=True).why_traces is None, name
     assert prove(IMPURE["a global generator"][0](), may_draw=True).why_traces is not None
     assert prove(IMPURE["a cache"][0](), may_draw=True).why_traces is not None
+
+
+# What libraries for texts do in their collate functions.
+
+
+class Row(UserDict):
+    """A dict of a class of its own, as transformers' BatchEncoding."""
+
+    def __init__(self, data=None):
+        super().__init__(data)
+        self.made = self.as_tensors(lambda value: torch.tensor(value))
+
+    def __getattr__(self, name):
+        return self.data[name]
+
+    def as_tensors(self, convert):
+        for key, value in self.items():
+            self[key] = convert(value)
+        return len(self)
+
+
+class Kept:
+    every: ClassVar = []
+
+    def __init__(self, rows=None):
+        self.rows = rows
+
+
+class Counted(Kept):
+    def __init__(self):
+        super().__init__(self.every)
+        self.rows.append(1)
+
+
+class Watched(Kept):
+    def __setattr__(self, name, value):
+        print(name)
+
+
+def made(data, index):
+    row = Row({"x": data.rows[index], "y": [index]})
+    if "x" in row:
+        row["z"] = row["x"] * 2
+        del row["x"]
+    return {"z": row.z, "y": row["y"], "count": row.made}
+
+
+def flat(rows):
+    found = []
+    for one in rows:
+        if isinstance(one, (list, tuple)):
+            found.extend(flat(one))
+        else:
+            found.append(one)
+    return found
+
+
+def flat_counting(rows):
+    for one in rows:
+        if isinstance(one, list):
+            flat_counting(one)
+        SEEN.append(1)
+
+
+SEEN = []
+LOG = logging.getLogger("quiet")
+
+
+@functools.lru_cache
+def table(size):
+    return torch.arange(size)
+
+
+def told(data, index):
+    if not data.told and index > 3:
+        words = ", ".join(["odd"])
+        LOG.debug(f"index {index}: {words}")
+        data.told = True
+    return X[index]
+
+
+def told_aloud(data, index):
+    if not data.told:
+        LOG.error("here")
+        data.told = True
+    return X[index]
+
+
+def told_and_used(data, index):
+    if not data.told:
+        LOG.debug("here")
+        data.told = True
+    return X[index] * data.told
+
+
+def told_and_changed(data, index):
+    x = X[index]
+    if not data.told:
+        x = x * 2
+        data.told = True
+    return x
+
+
+def told_and_written(data, index):
+    rows = [X[index], X[0]]
+    if not data.told:
+        rows.pop()
+        data.told = True
+    return rows[-1]
+
+
+def told_and_left(data, index):
+    if not data.told:
+        data.told = True
+        return X[0]
+    return X[index]
+
+
+def restored(data, index):
+    was = data.settings.get("quiet", False)
+    data.settings["quiet"] = True
+    try:
+        return X[index] if data.settings["quiet"] else SEEN.append(index)
+    finally:
+        data.settings["quiet"] = was
+
+
+def restored_at_times(data, index):
+    was = data.settings["quiet"]
+    data.settings["quiet"] = True
+    found = X[index]
+    data.settings["quiet"] = was
+    return found
+
+
+def restored_otherwise(data, index):
+    was = data.settings["other"]
+    data.settings["quiet"] = True
+    try:
+        return X[index]
+    finally:
+        data.settings["quiet"] = was
+
+
+def restored_and_read(data, index):
+    was = data.settings["quiet"]
+    data.settings["quiet"] = True
+    try:
+        return X[index] if not data.settings["quiet"] else SEEN.append(index)
+    finally:
+        data.settings["quiet"] = was
+
+
+def drawing(x, at_random=None):
+    return random.random() if at_random else x
+
+
+def passing_on(data, index):
+    return (lambda **given: drawing(**given))(x=X[index])
+
+
+def aliased(data, index):
+    first = []
+    second = first
+    second.append(data.rows)
+    first[0].append(index)
+
+
+def held(data, index):
+    kept = Kept([])
+    kept.rows.append(data.rows)
+    kept.rows[0].append(index)
+
+
+PURE_OF_LIBRARIES = {
+    "an object of its own": lambda: Of(made, rows=[[1, 2]] * 20),
+    "within itself": lambda: Of(lambda d, i: flat([[i, [i]], i])),
+    "a cached function": lambda: Of(lambda d, i: table(3) + i),
+    "a message once": lambda: Of(told, told=False),
+    "a message before": lambda: Of(told_aloud, told=True),
+    "an entry restored": lambda: Of(restored, settings={"quiet": False}),
+    "a text's method": lambda: Of(lambda d, i: X[i] if "ids".endswith(("s", "x")) else random.random()),
+    "a name in a list": lambda: Of(lambda d, i: X[i] if "a" in d.names else random.random(), names=["a", "b"]),
+    "keywords passed on": lambda: Of(
+        lambda d, i: (lambda **k: (lambda a, b=None: random.random() if b else X[i])(**k))(a=1)
+    ),
+}
+
+IMPURE_OF_LIBRARIES = {
+    "an object that counts": (lambda: Of(lambda d, i: Counted() and i), "writes to a list"),
+    "an object that is watched": (lambda: Of(lambda d, i: Watched() and i), "makes an object of Watched"),
+    "an object with the data's list": (lambda: Of(held, rows=[]), "writes to a list|cannot be followed|not known"),
+    "two names": (lambda: Of(aliased, rows=[]), "writes to a list"),
+    "a count within itself": (lambda: Of(lambda d, i: flat_counting([[i]])), "writes to a list"),
+    "a write into a cache": (lambda: Of(lambda d, i: table(3).add_(1)), "writes to its data"),
+    "a message": (lambda: Of(told_aloud, told=False), "writes to a log"),
+    "a flag that is used": (lambda: Of(told_and_used, told=False), "sets told"),
+    "a flag with a change": (lambda: Of(told_and_changed, told=False), r"sets data\.told"),
+    "a flag with a write": (lambda: Of(told_and_written, told=False), r"sets data\.told"),
+    "a flag that returns": (lambda: Of(told_and_left, told=False), r"sets data\.told"),
+    "an entry not yet there": (lambda: Of(restored, settings={}), "writes to data.settings"),
+    "an entry not always restored": (
+        lambda: Of(restored_at_times, settings={"quiet": False}),
+        "writes to data.settings",
+    ),
+    "an entry restored to another": (lambda: Of(restored_otherwise, settings={"quiet": 0, "other": 1}), "writes to"),
+    "an entry that is read": (lambda: Of(restored_and_read, settings={"quiet": False}), "writes to a list"),
+}
+
+
+@pytest.mark.parametrize("name", PURE_OF_LIBRARIES)
+def test_what_libraries_do_in_passing_is_no_trace(name):
+    data = PURE_OF_LIBRARIES[name]()
+    data[5], table(3)
+    proof = prove(data)
+    assert proof.why_not_fixed is None
+    data[5], data[6]
+    assert proof.state.why_changed(thorough=True) is None, "a proof has to outlive what it allows"
+
+
+@pytest.mark.parametrize("name", IMPURE_OF_LIBRARIES)
+def test_traces_that_later_samples_may_show_are_refused(name):
+    make, words = IMPURE_OF_LIBRARIES[name]
+    with pytest.raises(AssertionError, match=words):
+        raise AssertionError(prove(make()).why_not_fixed)
 
 
 def own_collate(samples):

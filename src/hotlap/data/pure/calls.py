@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import abc
 import builtins
+import contextlib
 import copy
+import enum
 import functools
 import inspect
 import itertools
+import logging
 import os
 import random
 import re
 import types
 from abc import abstractmethod
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +44,10 @@ from hotlap.data.pure.known_calls import (
     is_deterministic,
     is_drawn,
     is_library,
+    is_lookup,
     known_call,
 )
-from hotlap.data.pure.read_state import is_content, is_fixed
+from hotlap.data.pure.read_state import MISSING, is_content, is_fixed
 from hotlap.data.pure.values import (
     ITERATOR,
     NEW,
@@ -54,6 +59,7 @@ from hotlap.data.pure.values import (
     Concrete,
     Container,
     Data,
+    Instance,
     LocalFunction,
     Method,
     Objects,
@@ -61,6 +67,7 @@ from hotlap.data.pure.values import (
     Super,
     Value,
     concrete,
+    exact,
     make_container,
     single,
     type_of,
@@ -83,6 +90,8 @@ class Calls(Objects):
         self._may_draw = may_draw
         self.is_seeded = False
         """Whether the followed code seeded torch's generator, so that it draws the same numbers every time."""
+        self.made_at = 0
+        """The identity of the call in the followed code that is in progress."""
         self.seedings = 0
         """How often the code seeded or restored it."""
 
@@ -109,6 +118,7 @@ class Calls(Objects):
         for atom in value:
             is_own = isinstance(atom, (Data, Container)) and atom.fresh
             is_own |= isinstance(atom, Attribute) and atom.owner.fresh
+            is_own |= isinstance(atom, Instance)
             is_own |= isinstance(atom, Concrete) and isinstance(atom.value, LEAVES)
             if not is_own:
                 raise RefusedError(what)
@@ -120,9 +130,13 @@ class Calls(Objects):
     def call(self, function: Value, given: Arguments) -> Value:
         """The result of a call that may happen any number of times, as in `map`."""
         was_seeded = self.is_seeded
-        found = union(self._call(atom, given) for atom in function)
-        self.left_as(was_seeded)
-        return found
+        for _ in range(MOST_ROUNDS):
+            version = self.version
+            found = union(self._call(atom, given) for atom in function)
+            if self.version == version:
+                self.left_as(was_seeded)
+                return found
+        raise RefusedError("calls a function that cannot be followed")
 
     def left_as(self, was_seeded: bool) -> None:
         """Refuse code that may leave torch's generator seeded."""
@@ -150,6 +164,10 @@ class Calls(Objects):
         special = _SPECIAL.get(id(function))
         if special is not None:
             return special[1](self, given)
+        if isinstance(function, types.MethodDescriptorType):
+            return self._of_owner(function, given)
+        if function is str and len(given.places) == 1 and type(exact(given.places[0])) is str:
+            return given.places[0]
         known = known_call(function)
         if known is not None:
             return self._computed(function, known, given)
@@ -168,6 +186,8 @@ class Calls(Objects):
         match function:
             case types.FunctionType():
                 return self.run(function, given)
+            case functools._lru_cache_wrapper():
+                return self._cached(function, given)
             case types.MethodType():
                 return self._call(Concrete(function.__func__), given.before(concrete(function.__self__)))
             case functools.partial():
@@ -191,6 +211,34 @@ class Calls(Objects):
         if isinstance(self.of_class(function, "__call__"), types.FunctionType):
             return self.call(self.attribute(frozenset({atom}), "__call__"), given)
         raise RefusedError(f"calls {_called_name(function)}, which is not known to compute and do nothing else")
+
+    def _cached(self, function: functools._lru_cache_wrapper[Any], given: Arguments) -> Value:
+        """The result of a function whose results are kept: the cache is no trace, and all calls share what is in it."""
+        if function.cache_info().currsize and not inspect.signature(function).parameters:
+            found = self.state.answer(function)  # runs no code: it was called before
+            if is_fixed(found):
+                return concrete(found)
+        found = self.call(concrete(function.__wrapped__), given)
+        if not all(isinstance(atom, (Data, Concrete)) for atom in found):
+            raise RefusedError(f"calls {_called_name(function)}, which keeps what it gives")
+        return frozenset(Data(False, atom.kind) if isinstance(atom, Data) else atom for atom in found)
+
+    def _of_owner(self, function: Any, given: Arguments) -> Value:
+        """The result of a method of a text, or of an object that only looks values up."""
+        owner, *places = given.places
+        values = [exact(one) for one in places]
+        held = single(owner)
+        is_open = bool(given.names or given.rest or given.more) or MISSING in values
+        if not is_open and (type(held) is str or is_lookup(held, function.__name__)):
+            with contextlib.suppress(Exception):
+                return concrete(self.state.answer(functools.partial(function, held, *values)))
+        if is_lookup(held, function.__name__):
+            self.plain(union(places), f"hands {function.__name__}")
+            return NEW | concrete(None)
+        if type(held) is not str:
+            raise RefusedError(f"calls {function.__name__} of {type(held).__name__}, which is not known")
+        kept = Arguments(places, given.names, given.rest, given.more)
+        return self._call_of_data(Attribute(function.__name__, Data(True, str)), kept)
 
     def _computed(self, function: Any, known: Known, given: Arguments) -> Value:
         self.written_to(_written_by(function, given), f"writes with {known.name}")
@@ -253,16 +301,23 @@ class Calls(Objects):
         if name in MUTATORS or name == "rotate":
             if not container.fresh:
                 raise RefusedError(f"writes to a {container.kind.__name__} with .{name}()")
-            added = union([given.all, *(self.iterate(one) for one in given.places if name in _SPREADS)])
+            added = given.all
+            if name in _SPREADS:  # the entries of lists and dicts, or of pairs
+                spread = [self.iterate(one) for one in (*given.places, given.rest, given.more)]
+                pairs = [self.entries_of(one) for one in spread if name == "update"]
+                added = union([*spread, *pairs, *given.names.values()])
             if name in _ADDING:
                 self.grow(container, added)
-            return container.parts | added if name in ("pop", "setdefault") else concrete(None)
+            return container.found | added if name in ("pop", "setdefault") else concrete(None)
         if name in ("items", "keys", "values"):
-            return make_container(list, make_container(tuple, container.parts) if name == "items" else container.parts)
+            if name != "items":
+                return make_container(list, container.parts if name == "keys" else container.found)
+            pair = [container.parts, container.found]
+            return make_container(list, make_container(tuple, union(pair), pair))
         if name in ("get", "__getitem__"):
-            return union([container.parts, concrete(None), *given.places[1:]])
+            return union([container.found, concrete(None), *given.places[1:]])
         if name == "copy":
-            return frozenset({Container(container.kind, container.parts)})
+            return frozenset({Container(container.kind, container.parts, values=container.values)})
         return None
 
     def _transformed(self, atom: Concrete, given: Arguments) -> Value:
@@ -307,7 +362,19 @@ class Calls(Objects):
         if computes_pictures(kind) and "inplace" not in given.names and len(given.places) <= 2 and not given.more:
             self.plain(given.all, f"hands {kind.__name__}")
             return frozenset({Data(True, kind)})
+        if issubclass(kind, enum.Enum) and len(given.places) == 1 and exact(given.places[0]) is not MISSING:
+            with contextlib.suppress(ValueError):
+                return concrete(kind(exact(given.places[0])))
+        if _is_plain_class(kind):
+            return self._new_instance(kind, given)
         raise RefusedError(f"makes an object of {kind.__name__}, which is not known")
+
+    def _new_instance(self, kind: type, given: Arguments) -> Value:
+        """A new object of a class written in Python."""
+        atom = Instance(kind, self.made_at)
+        self.made.setdefault(atom, {})
+        self.call(self.attribute(frozenset({atom}), "__init__"), given)
+        return frozenset({atom})
 
     def generator(self, kind: type, given: Arguments) -> Value:
         self.plain(given.all, f"hands {kind.__name__}")
@@ -325,9 +392,8 @@ class Calls(Objects):
                 # Pairs, or another dict.
                 spread += [self.entries_of(one) for one in spread]
             bases: dict[type, type] = {frozenset: set, deque: list, OrderedDict: dict, Counter: dict}
-            return make_container(
-                bases.get(kind, kind), union([*spread, *given.names.values(), given.rest, given.more])
-            )
+            found = union([*spread, *given.names.values(), given.rest, given.more])
+            return make_container(bases.get(kind, kind), found, made_at=self.made_at)
         if issubclass(kind, tuple) and hasattr(kind, "_fields") and "__new__" in vars(kind):
             if not is_library(kind.__module__):
                 self.state.name(vars(kind), "__new__", vars(kind)["__new__"])
@@ -489,7 +555,7 @@ def _call_copy(follows: Calls, given: Arguments) -> Value:
     """A copy of a container holds the same objects, and that of a tensor shares its memory."""
     found = Data(follows.plain(given.all, "copies"))
     containers = [
-        Container(atom.kind, atom.parts)
+        Container(atom.kind, atom.parts, values=atom.values)
         if isinstance(atom, Container)
         else Container(type(atom.value), follows.elements_of(atom.value))
         for atom in given.all
@@ -537,6 +603,32 @@ def _call_load(follows: Calls, given: Arguments) -> Value:
     return NEW
 
 
+def _call_log(follows: Calls, given: Arguments, level: int) -> Value:
+    logger = single(given.places[0])
+    if not isinstance(logger, logging.Logger) or follows.state.answer(functools.partial(logger.isEnabledFor, level)):
+        raise RefusedError("writes to a log")
+    return concrete(None)
+
+
+def _call_dict_get(follows: Calls, given: Arguments) -> Value:
+    owner, key, *others = given.places
+    held, at = single(owner), exact(key)
+    other = others[0] if others else concrete(None)
+    if held is None or isinstance(at, tuple) or at is MISSING:
+        if held is not None:
+            follows.plain(key, "looks up by")
+        return union([follows.elements_of(held) if held is not None else follows.iterate(owner), other])
+    return follows.entry(held, at, other)
+
+
+def _call_mapping_view(follows: Calls, given: Arguments, name: str) -> Value:
+    keys = follows.iterate(given.all)
+    if name == "keys":
+        return make_container(list, keys)
+    values = follows.subscript(given.all, keys)
+    return make_container(list, values if name == "values" else make_container(tuple, keys | values, [keys, values]))
+
+
 def _special() -> dict[Any, Callable[[Calls, Arguments], Value]]:
     return {
         len: _call_len,
@@ -564,6 +656,15 @@ def _special() -> dict[Any, Callable[[Calls, Arguments], Value]]:
         torch.set_rng_state: _call_set_state,
         copy.deepcopy: _call_deepcopy,
         copy.copy: _call_copy,
+        dict.get: _call_dict_get,
+        **{
+            getattr(logging.Logger, name): functools.partial(_call_log, level=getattr(logging, name.upper()))
+            for name in ("debug", "info", "warning", "error", "critical")
+        },
+        **{
+            getattr(Mapping, name): functools.partial(_call_mapping_view, name=name)
+            for name in ("items", "keys", "values")
+        },
         max: _call_most,
         min: _call_most,
         default_collate: _call_collate,
@@ -590,6 +691,13 @@ _TENSORS = (
     torch.BoolTensor,
     torch.ByteTensor,
 )
+
+
+def _is_plain_class(kind: type) -> bool:
+    """Whether objects of a class are made and written to as those of most classes written in Python."""
+    names = {"__new__": object.__new__, "__setattr__": object.__setattr__, "__getattribute__": object.__getattribute__}
+    is_usual = type(kind) in (type, abc.ABCMeta) and isinstance(getattr(kind, "__init__", None), types.FunctionType)
+    return is_usual and all(getattr(kind, name) is own for name, own in names.items())
 
 
 def _called_name(function: Any) -> str:

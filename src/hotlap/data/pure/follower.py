@@ -11,12 +11,12 @@ from __future__ import annotations
 import ast
 import builtins
 import contextlib
+import enum
 import functools
 import inspect
 import sys
 import types
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,17 @@ from torch import Tensor
 from hotlap.data.pure.calls import MOST_ROUNDS, Calls
 from hotlap.data.pure.known_calls import TORCHS, is_library
 from hotlap.data.pure.read_state import MISSING, is_content
+from hotlap.data.pure.syntax import (
+    Written,
+    declared_in,
+    does_nothing_else,
+    is_restored,
+    loaded,
+    mangled,
+    place,
+    shown,
+    tree_of,
+)
 from hotlap.data.pure.values import (
     ITERATOR,
     NEW,
@@ -36,24 +47,32 @@ from hotlap.data.pure.values import (
     Concrete,
     Container,
     Data,
+    Instance,
     LocalFunction,
     RefusedError,
     Scope,
     Super,
     Value,
-    Written,
     concrete,
+    exact,
     is_leaf,
+    joined,
     make_container,
+    make_dict,
+    make_named,
     may_be_none,
     merged,
     single,
-    tree_of,
     union,
 )
 
+_SCALARS = (int, float, bool, str, bytes, type(None))
 MOST_CALLS, MOST_DEPTH = 2000, 40
 """Limits: calls that hotlap follows in all, and their depth."""
+
+
+DEPTH, FEW_CASES = 2, 6
+"""How deep containers that grow are followed, and how many different entries of one."""
 
 
 class Follower(Calls):
@@ -68,6 +87,15 @@ class Follower(Calls):
         self._growths = 0
         self._running: set[Any] = set()
         self._known: dict[Any, Value] = {}
+        self._so_far: dict[Any, Value] = {}
+        """What calls in progress are known to give, for those that happen within themselves."""
+        self._within_itself: set[Any] = set()
+        self._tested: ast.If | None = None
+        self._within: list[ast.If] = []
+        """The `if` whose test is followed, and those whose bodies are, in the function in progress."""
+        self._reads: dict[tuple[int, str], set[int]] = {}
+        self._flags: dict[tuple[int, str], tuple[dict[str, Any], int]] = {}
+        """Attributes that were read, by the `if` whose test did, and those that the body of that `if` sets."""
 
     def fetched(self, samples: Any) -> Value:
         """The samples as a value."""
@@ -83,11 +111,13 @@ class Follower(Calls):
 
     def run(self, function: types.FunctionType, given: Arguments) -> Value:
         key = (id(function), tuple(given.places), tuple(sorted(given.names.items(), key=lambda row: row[0])),
-               given.rest, given.more, self.is_seeded)  # fmt: skip
+               given.rest, given.more, self.is_seeded,
+               self.version, tuple(self.overwritten.items()))  # fmt: skip
         if key in self._known:
             return self._known[key]
         if key in self._running:
-            raise RefusedError(f"calls {function.__qualname__} within itself")
+            self._within_itself.add(key)
+            return self._so_far.get(key, NOTHING)
         self._calls += 1
         if self._calls > MOST_CALLS or self._depth > MOST_DEPTH:
             raise RefusedError("calls too much to be followed")
@@ -96,20 +126,17 @@ class Follower(Calls):
             raise RefusedError(f"calls {function.__qualname__}, whose source text is not at hand")
         if function.__code__.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
             raise RefusedError(f"calls the generator {function.__qualname__}")
-        scope = Scope(function, node)
-        defaults = [*(function.__defaults__ or ())]
-        named = function.__kwdefaults__ or {}
-        self._bind(scope, node, given, [self.read(one) for one in defaults],
-                   {name: self.read(one) for name, one in named.items()})  # fmt: skip
+        was, growths = self.where, self._growths
+        tested, within = self._tested, self._within
+        self._tested, self._within = None, []
         self._running.add(key)
         self._depth += 1
-        was, growths = self.where, self._growths
         try:
-            found = self._body(node, scope)
+            found = self._result(key, function, node, given)
         finally:
             self._depth -= 1
             self._running.discard(key)
-        self.where = was
+        self.where, self._tested, self._within = was, tested, within
         holds_more = self._growths != growths and not all(isinstance(atom, (Data, Concrete)) for atom in given.all)
         if not holds_more:  # otherwise the next call may fill another container
             self._known[key] = found
@@ -118,6 +145,20 @@ class Follower(Calls):
         self.state.slot(function, "__defaults__", function.__defaults__)
         self.state.slot(function, "__kwdefaults__", function.__kwdefaults__)
         return found
+
+    def _result(self, key: Any, function: types.FunctionType, node: Written, given: Arguments) -> Value:
+        """The result of a function; of one that calls itself, once another round finds nothing more."""
+        defaults = [self.read(one) for one in function.__defaults__ or ()]
+        named = {name: self.read(one) for name, one in (function.__kwdefaults__ or {}).items()}
+        for _ in range(MOST_ROUNDS):
+            scope, known = Scope(function, node), dict(self._known)
+            self._bind(scope, node, given, defaults, named)
+            found = self._body(node, scope)
+            if key not in self._within_itself or found == self._so_far.get(key, NOTHING):
+                self._within_itself.discard(key)
+                return found
+            self._so_far[key], self._known = found, known  # what was found meanwhile may lack something
+        raise RefusedError(f"calls {function.__qualname__} within itself")
 
     def run_local(self, local: LocalFunction, given: Arguments) -> Value:
         if id(local.node) in self._running:
@@ -174,17 +215,39 @@ class Follower(Calls):
             items = extra if not given.rest else None
             scope.set(arguments.vararg.arg, make_container(tuple, union([*extra, given.rest]), items))
         if arguments.kwarg is not None:
-            scope.set(arguments.kwarg.arg, make_container(dict, union([NEW, *left.values(), given.more])))
+            rest = make_container(dict, union([NEW, *left.values(), given.more]))
+            scope.set(arguments.kwarg.arg, rest if given.more else make_named(left))
 
     # --- statements ------------------------------------------------------------------------------
 
     def _block(self, body: Sequence[ast.stmt], scope: Scope) -> bool:
         """Follow statements; return whether the code after them is reached."""
-        for statement in body:
-            self.where = _place(scope.function, statement)
+        for number, statement in enumerate(body):
+            self.where = place(scope.function, statement)
+            after = body[number + 1] if number + 1 < len(body) else None
+            if isinstance(after, ast.Try) and is_restored(statement, after, scope.function):
+                return self._overwritten(statement, body[number + 1 :], scope)
             if not self._statement(statement, scope):
                 return False
         return True
+
+    def _overwritten(self, write: ast.stmt, body: Sequence[ast.stmt], scope: Scope) -> bool:
+        """Follow a write to an entry of an existing dict, and the statements after it, of which the first undoes it."""
+        assert isinstance(write, ast.Assign)
+        assert isinstance(write.targets[0], ast.Subscript)
+        target = write.targets[0]
+        held, key = single(self.value(target.value, scope)), exact(self.value(target.slice, scope))
+        if type(held) is not dict or key not in held or (id(held), key) in self.overwritten:
+            return self._statement(write, scope) and self._block(body, scope)
+        self.overwritten[id(held), key] = self.value(write.value, scope)
+        (first, *others), text = body, ast.unparse(target)
+        assert isinstance(first, ast.Try)
+        undone = [
+            one for one in first.finalbody if not (isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == text)
+        ]
+        goes_on = self._statement(ast.Try(first.body, first.handlers, first.orelse, undone), scope)
+        del self.overwritten[id(held), key]
+        return goes_on and self._block(others, scope)
 
     def _statement(self, node: ast.stmt, scope: Scope) -> bool:
         match node:
@@ -208,7 +271,7 @@ class Follower(Calls):
             case ast.AugAssign():
                 self._augmented(node, scope)
             case ast.If():
-                return self._branched(node.test, node.body, node.orelse, scope)
+                return self._branched(node, scope)
             case ast.For() | ast.While():
                 return self._looped(node, scope)
             case ast.With():
@@ -234,7 +297,12 @@ class Follower(Calls):
             case ast.Delete():
                 for target in node.targets:
                     if isinstance(target, ast.Subscript):
-                        self.written_to(self.value(target.value, scope), "deletes entries of")
+                        owner = self.value(target.value, scope)
+                        self.written_to(owner, "deletes entries of")
+                        for atom in owner:
+                            if isinstance(atom, Instance):
+                                key = self.value(target.slice, scope)
+                                self.call_method(atom, "__delitem__", Arguments([key]))
                     elif not isinstance(target, ast.Name):
                         raise RefusedError("deletes an attribute")
             case ast.Pass() | ast.Global() | ast.Nonlocal():
@@ -243,15 +311,21 @@ class Follower(Calls):
                 raise RefusedError(f"has a statement that cannot be followed ({type(node).__name__.lower()})")
         return True
 
-    def _branched(self, test: ast.expr, body: Sequence[ast.stmt], others: Sequence[ast.stmt], scope: Scope) -> bool:
-        is_true = self.truth(self.value(test, scope))
-        if is_true is not None:
-            return self._block(body if is_true else others, scope)
+    def _branched(self, node: ast.If, scope: Scope) -> bool:
+        self._tested = node
+        is_true = self.truth(self.value(node.test, scope))
+        self._tested = None
+        if is_true is False:
+            return self._block(node.orelse, scope)
         before, was_seeded = dict(scope.names), self.is_seeded
-        goes_on = self._block(body, scope)
+        self._within.append(node)
+        goes_on = self._block(node.body, scope)
+        self._within.pop()
+        if is_true:
+            return goes_on
         after, scope.names = scope.names, before
         then_seeded, self.is_seeded = self.is_seeded, was_seeded
-        others_go_on = self._block(others, scope)
+        others_go_on = self._block(node.orelse, scope)
         if goes_on:
             scope.names = merged(scope.names, after) if others_go_on else after
             if others_go_on:
@@ -264,7 +338,7 @@ class Follower(Calls):
             coming = self.iterate(self.value(node.iter, scope))
         was_seeded = self.is_seeded
         for _ in range(MOST_ROUNDS):
-            before = dict(scope.names)
+            before, version = dict(scope.names), self.version
             scope.loops.append([before])
             scope.loops_seeded.append(was_seeded)
             if isinstance(node, ast.For):
@@ -276,7 +350,7 @@ class Follower(Calls):
                 self.left_as(was_seeded)
             self.is_seeded = scope.loops_seeded.pop()
             scope.names = functools.reduce(merged, scope.loops.pop())
-            if scope.names == before:
+            if scope.names == before and version == self.version:
                 break
         else:
             raise RefusedError("has a loop that cannot be followed")
@@ -335,7 +409,7 @@ class Follower(Calls):
     def _assign(self, target: ast.expr, value: Value, scope: Scope) -> None:
         match target:
             case ast.Name():
-                if target.id in _declared_in(scope.node):
+                if target.id in declared_in(scope.node):
                     raise RefusedError(f"sets the variable {target.id} outside of it")
                 scope.set(target.id, value)
             case ast.Tuple() | ast.List():
@@ -343,15 +417,31 @@ class Follower(Calls):
             case ast.Subscript():
                 self.value(target.slice, scope)
                 owner = self.value(target.value, scope)
-                self.written_to(owner, f"writes to {_shown(target)}")
-                self._put(target.value, owner, value)
+                self.written_to(owner, f"writes to {shown(target)}")
+                made = frozenset(atom for atom in owner if isinstance(atom, Instance))
+                for one in made:
+                    assert isinstance(one, Instance)
+                    self.call_method(one, "__setitem__", Arguments([self.value(target.slice, scope), value]))
+                key = single(self.value(target.slice, scope))
+                self._put(target.value, owner - made, value, is_named=isinstance(key, str))
             case ast.Attribute():
-                raise RefusedError(f"sets {_shown(target)}")
+                name = mangled(target.attr, scope.function)
+                owner = self.value(target.value, scope)
+                if self._is_flag(target, single(owner), exact(value), scope):
+                    return
+                for atom in owner:
+                    if not isinstance(atom, Instance) or hasattr(getattr(atom.kind, name, None), "__set__"):
+                        raise RefusedError(f"sets {shown(target)}")
+                    self.made[atom][name] = union([self.made[atom].get(name, NOTHING), value])
             case _:
-                raise RefusedError(f"writes to {_shown(target)}")
+                raise RefusedError(f"writes to {shown(target)}")
 
     def _unpacked(self, target: ast.Tuple | ast.List, value: Value, scope: Scope) -> None:
-        counts = [len(atom.items) for atom in value if isinstance(atom, Container) and atom.items is not None]
+        counts = [
+            len(atom.items)
+            for atom in value
+            if isinstance(atom, Container) and atom.items is not None and atom.names is None
+        ]
         is_known = len(counts) == len(value) and all(count == len(target.elts) for count in counts)
         if is_known and not any(isinstance(one, ast.Starred) for one in target.elts):
             for number, one in enumerate(target.elts):
@@ -365,23 +455,26 @@ class Follower(Calls):
             else:
                 self._assign(one, parts, scope)
 
-    def _put(self, node: ast.expr, owner: Value, value: Value) -> None:
-        """A container that the code made holds more from now on."""
+    def _put(self, node: ast.expr, owner: Value, value: Value, *, is_named: bool) -> None:
+        """A container that the code made holds more from now on; `is_named` if under a text, so that it is no list."""
         if not any(isinstance(atom, Container) for atom in owner):
             self.plain(value, "stores")
             return
-        if not isinstance(node, ast.Name):
+        if not isinstance(node, (ast.Name, ast.Attribute)):
             raise RefusedError("writes into a container within another")
         for atom in owner:
-            if isinstance(atom, Container):
+            if isinstance(atom, Container) and not (is_named and atom.kind is list):
                 self.grow(atom, value)
 
     def grow(self, container: Container, added: Value) -> None:
         """A container holds more from now on, under every name in every function that may mean it."""
+        added = self._widened(added, DEPTH)
+        if len(added | container.parts) > FEW_CASES:
+            added = self._widened(added, 0)
         if added <= container.parts:
             return
         self._growths += 1
-        grown = Container(container.kind, container.parts | added)
+        grown = _grown(container, added)
         scopes: dict[int, Scope] = {}
         for one in self._live:
             at: Scope | None = one
@@ -393,16 +486,64 @@ class Follower(Calls):
                 more = union([known, *(_regrown(atom, container, grown) for atom in known)])
                 if more != known:
                     scope.set(name, more)
+        for held in self.made.values():
+            for name, known in held.items():
+                held[name] = union([known, *(_regrown(atom, container, grown) for atom in known)])
+
+    def _widened(self, value: Value, depth: int) -> Value:
+        """The value, where deeper containers of plain data count as plain data: without this a loop may have no end."""
+        found: list[Value] = []
+        for atom in value:
+            parts = self._widened(atom.parts, depth - 1) if isinstance(atom, Container) and depth else NOTHING
+            if not isinstance(atom, Container) or (depth and parts == atom.parts):
+                found.append(frozenset({atom}))
+            elif depth:
+                found.append(frozenset({Container(atom.kind, parts, atom.fresh, made_at=atom.made_at)}))
+            else:
+                with contextlib.suppress(RefusedError):
+                    self.plain(frozenset({atom}), "holds")
+                    atom = Data(False)
+                found.append(frozenset({atom}))
+        return union(found)
+
+    # --- flags -----------------------------------------------------------------------------------
+    #
+    # `if not self.told: log(…); self.told = True` leaves a trace, but none that a later call shows: nothing but this
+    # test reads the flag, and the body does nothing that the code after it could see.
+
+    def noted_read(self, space: dict[str, Any], name: str) -> None:
+        self._reads.setdefault((id(space), name), set()).add(id(self._tested))
+
+    def _is_flag(self, target: ast.Attribute, owner: Any, value: Any, scope: Scope) -> bool:
+        """Whether this sets a flag that only guards this place; `settle` checks that nothing else reads it."""
+        own, name = getattr(owner, "__dict__", None), mangled(target.attr, scope.function)
+        if not isinstance(own, dict) or type(own.get(name)) is not bool or value is MISSING:
+            return False
+        is_usual = getattr(type(owner), "__setattr__", None) is object.__setattr__
+        if not is_usual or hasattr(getattr(type(owner), name, None), "__set__"):
+            return False
+        guards = [node for node in self._within if id(node) in self._reads.get((id(own), name), ())]
+        if len(guards) != 1 or not does_nothing_else(guards[0], scope.node):
+            return False
+        self._flags[id(own), name] = own, id(guards[0])
+        return True
+
+    def settle(self) -> None:
+        """Refuse flags that something else reads; the others do not matter."""
+        for key, (own, guard) in self._flags.items():
+            if self._reads[key] != {guard}:
+                raise RefusedError(f"sets {key[1]}")
+            self.state.forget(own, key[1])
 
     def _augmented(self, node: ast.AugAssign, scope: Scope) -> None:
         target = node.target
         if isinstance(target, ast.Attribute):
-            raise RefusedError(f"sets {_shown(target)}")
-        owner, value = self.value(_loaded(target), scope), self.value(node.value, scope)
-        self.written_to(owner, f"writes to {_shown(target)}")
+            raise RefusedError(f"sets {shown(target)}")
+        owner, value = self.value(loaded(target), scope), self.value(node.value, scope)
+        self.written_to(owner, f"writes to {shown(target)}")
         if isinstance(target, ast.Subscript):
-            self.written_to(self.value(target.value, scope), f"writes to {_shown(target)}")
-        found = self._combined(owner, value)
+            self.written_to(self.value(target.value, scope), f"writes to {shown(target)}")
+        found = self._combined(owner, value, id(node))
         if isinstance(target, ast.Name):
             self._assign(target, found, scope)
 
@@ -423,13 +564,13 @@ class Follower(Calls):
             case ast.Name():
                 return self._named(node.id, scope)
             case ast.Attribute():
-                return self.attribute(self.value(node.value, scope), _mangled(node.attr, scope.function))
+                return self.attribute(self.value(node.value, scope), mangled(node.attr, scope.function))
             case ast.Subscript():
                 return self.subscript(self.value(node.value, scope), self.value(node.slice, scope))
             case ast.Call():
                 return self._called(node, scope)
             case ast.BinOp():
-                return self._combined(self.value(node.left, scope), self.value(node.right, scope))
+                return self._combined(self.value(node.left, scope), self.value(node.right, scope), id(node))
             case ast.UnaryOp():
                 return self._unary(node, scope)
             case ast.Compare():
@@ -448,7 +589,10 @@ class Follower(Calls):
                 spread = [
                     self.entries_of(one) if key is None else one for key, one in zip(node.keys, held, strict=True)
                 ]
-                return make_container(dict, union([*keys, *spread]))
+                values = [one for key, one in zip(node.keys, held, strict=True) if key is not None]
+                if len(values) == len(held):
+                    return make_dict(union(keys), union(values), made_at=id(node))
+                return make_container(dict, union([*keys, *spread]), made_at=id(node))
             case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
                 return self._comprehended(node, scope)
             case ast.Lambda():
@@ -500,7 +644,8 @@ class Follower(Calls):
         kind = {ast.Tuple: tuple, ast.List: list, ast.Set: set}[type(node)]
         items = [self.value(one, scope) for one in node.elts]
         is_open = kind is set or any(isinstance(one, ast.Starred) for one in node.elts)
-        return make_container(kind, union(items), None if is_open or kind is list else items)
+        known = None if is_open or kind is list else items
+        return make_container(kind, union(items), known, made_at=0 if kind is tuple else id(node))
 
     def _comprehended(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp, scope: Scope) -> Value:
         within = scope.inner()
@@ -510,10 +655,10 @@ class Follower(Calls):
             for test in one.ifs:
                 self.truth(self.value(test, within))
         if isinstance(node, ast.DictComp):
-            found = make_container(dict, union([self.value(node.key, within), self.value(node.value, within)]))
+            found = make_dict(self.value(node.key, within), self.value(node.value, within), made_at=id(node))
         else:
             kinds: dict[type, type] = {ast.ListComp: list, ast.SetComp: set, ast.GeneratorExp: ITERATOR}
-            found = make_container(kinds[type(node)], self.value(node.elt, within))
+            found = make_container(kinds[type(node)], self.value(node.elt, within), made_at=id(node))
         self._live.pop()
         return found
 
@@ -528,14 +673,18 @@ class Follower(Calls):
         is_fresh = self.plain(value, "computes with")
         return frozenset({Data(is_fresh)}) if isinstance(node.op, ast.UAdd) else NEW
 
-    def _combined(self, left: Value, right: Value) -> Value:
+    def _combined(self, left: Value, right: Value, made_at: int) -> Value:
         containers = [atom for atom in left | right if isinstance(atom, Container)]
         lists = [atom.value for atom in left | right if isinstance(atom, Concrete) and is_content(atom.value)]
         if containers or any(not isinstance(one, (Tensor, np.ndarray)) for one in lists):
             # `list + list`, `[0] * n`, `dict | dict`, and arrays computed with lists.
             kinds = {atom.kind for atom in containers} | {type(one) for one in lists} or {list}
             parts = [self.entries_of(frozenset({atom})) for atom in left | right if not is_leaf(atom)]
-            found = [make_container(kind, union(parts)) for kind in kinds if kind in (list, tuple, dict, set)]
+            found = [
+                make_container(kind, union(parts), made_at=made_at)
+                for kind in kinds
+                if kind in (list, tuple, dict, set)
+            ]
             with contextlib.suppress(RefusedError):
                 self.plain(left | right, "computes with")
                 found.append(NEW)
@@ -547,6 +696,8 @@ class Follower(Calls):
         values = [self.value(one, scope) for one in (node.left, *node.comparators)]
         if len(values) == 2:
             folded = self._folded(node.ops[0], *values)
+            if folded is None and isinstance(node.ops[0], (ast.In, ast.NotIn)):
+                values = [values[0], frozenset(atom for atom in values[1] if not self._asked(atom, values[0]))]
             if folded is not None:
                 return concrete(folded)
         if not all(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops):
@@ -569,12 +720,41 @@ class Follower(Calls):
                     is_none = all(may_be_none(atom) for atom in (a, b))
                     return None if is_none else isinstance(op, ast.IsNot)
             return None
+        if isinstance(op, (ast.In, ast.NotIn)):
+            return self._held(left, right, isinstance(op, ast.In))
         a, b = single(left), single(right)
+        if (
+            isinstance(a, enum.Enum)
+            and isinstance(b, enum.Enum)
+            and type(a) is type(b)
+            and is_library(type(a).__module__)
+        ):
+            return (a is b) == isinstance(op, ast.Eq) if isinstance(op, (ast.Eq, ast.NotEq)) else None
         if type(a) in (int, str, bool, float) and type(b) in (int, str, bool, float):
             if isinstance(op, ast.Eq):
                 return bool(a == b)
             if isinstance(op, ast.NotEq):
                 return bool(a != b)
+        return None
+
+    def _asked(self, atom: Atom, key: Value) -> bool:
+        """Whether a new object answers `in` itself."""
+        if not isinstance(atom, Instance):
+            return False
+        self.call_method(atom, "__contains__", Arguments([key]))
+        return True
+
+    def _held(self, left: Value, right: Value, is_in: bool) -> bool | None:
+        """Whether an existing list or dict holds a plain value; None if that is not known."""
+        key, held = exact(left), single(right)
+        if key is MISSING or not isinstance(key, (str, int)) or isinstance(held, enum.Enum):
+            return None
+        if isinstance(held, dict):
+            found = self.entry(held, key, NOTHING)
+            return bool(found) == is_in
+        if type(held) in (list, tuple, set, frozenset) and all(type(one) in _SCALARS for one in held):
+            self.state.content(held)
+            return (key in held) == is_in
         return None
 
     def _either(self, node: ast.BoolOp, scope: Scope) -> Value:
@@ -594,6 +774,7 @@ class Follower(Calls):
         if isinstance(node.func, ast.Name) and node.func.id == "super" and not node.args:
             return self._super(scope)
         function, given = self.value(node.func, scope), Arguments()
+        made_at = id(node)
         for one in node.args:
             if not isinstance(one, ast.Starred):
                 value = self.value(one, scope)
@@ -604,19 +785,23 @@ class Follower(Calls):
                 continue
             spread = self.value(one.value, scope)
             (atom,) = spread if len(spread) == 1 else (None,)
-            if isinstance(atom, Container) and atom.items is not None and not given.rest:
+            if isinstance(atom, Container) and atom.items is not None and atom.names is None and not given.rest:
                 given.places += atom.items
             else:
                 given.rest = union([given.rest, self.iterate(spread)])
         for keyword in node.keywords:
             value = self.value(keyword.value, scope)
-            if keyword.arg is None:
-                given.more = union([given.more, self.entries_of(value)])
-            else:
+            (atom,) = value if len(value) == 1 else (None,)
+            if keyword.arg is not None:
                 given.names[keyword.arg] = value
+            elif isinstance(atom, Container) and atom.names is not None and atom.items is not None:
+                given.names |= dict(zip(atom.names, atom.items, strict=True))
+            else:
+                given.more = union([given.more, self.entries_of(value)])
+        self.made_at = made_at
         # A single function, called once, may seed for the code after it.
         found = self._call(next(iter(function)), given) if len(function) == 1 else self.call(function, given)
-        self.where = _place(scope.function, node)
+        self.where = place(scope.function, node)
         return found
 
     def _super(self, scope: Scope) -> Value:
@@ -627,26 +812,16 @@ class Follower(Calls):
             raise RefusedError("calls super() in a way that cannot be followed")
         kind = (scope.function.__closure__ or ())[code.co_freevars.index("__class__")].cell_contents
         owners = at.names[code.co_varnames[0]]
-        return frozenset(Super(kind, atom) for atom in owners if isinstance(atom, Concrete))
+        return frozenset(Super(kind, atom) for atom in owners if isinstance(atom, (Concrete, Instance)))
 
 
-# --- small questions ---------------------------------------------------------------------------------
+# --- growing containers ------------------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=256)
-def _declared_in(node: Written) -> frozenset[str]:
-    found = [one for one in ast.walk(node) if isinstance(one, (ast.Global, ast.Nonlocal))]
-    return frozenset(name for one in found for name in one.names)
-
-
-def _loaded(target: ast.expr) -> ast.expr:
-    """The target of an assignment as an expression to read."""
-    match target:
-        case ast.Name():
-            return ast.copy_location(ast.Name(target.id, ast.Load()), target)
-        case ast.Subscript():
-            return ast.copy_location(ast.Subscript(target.value, target.slice, ast.Load()), target)
-    return target
+def _grown(container: Container, added: Value) -> Container:
+    values = None if container.values is None else union([container.values, added])
+    parts = union([container.parts, added])
+    return Container(container.kind, parts, values=values, made_at=container.made_at)
 
 
 def _regrown(atom: Atom, container: Container, grown: Container) -> Value:
@@ -654,27 +829,16 @@ def _regrown(atom: Atom, container: Container, grown: Container) -> Value:
     if atom == container:
         return frozenset({grown})
     match atom:
+        case Container() if container.made_at and (atom.kind, atom.made_at) == (container.kind, container.made_at):
+            return frozenset({joined([_grown(atom, NOTHING), grown])})
         case Container():
             parts = union([atom.parts, *(_regrown(one, container, grown) for one in atom.parts)])
-            return frozenset({Container(atom.kind, parts, atom.fresh)}) if parts != atom.parts else NOTHING
+            values = atom.values
+            if values is not None:
+                values = union([values, *(_regrown(one, container, grown) for one in values)])
+            held = Container(atom.kind, parts, atom.fresh, None, values, made_at=atom.made_at)
+            return frozenset({held}) if parts != atom.parts else NOTHING
         case Attribute() if isinstance(atom.owner, Container):
             owners = _regrown(atom.owner, container, grown)
             return frozenset(Attribute(atom.name, owner) for owner in owners if isinstance(owner, Container))
     return NOTHING
-
-
-def _mangled(name: str, function: types.FunctionType) -> str:
-    """A name with two underscores as Python mangles it in its class."""
-    if not name.startswith("__") or name.endswith("__"):
-        return name
-    homes = function.__qualname__.split(".")[:-1]
-    return f"_{homes[-1].lstrip('_')}{name}" if homes and homes[-1] != "<locals>" else name
-
-
-def _shown(node: ast.expr) -> str:
-    text = ast.unparse(node)
-    return text if len(text) <= 40 else f"{text[:38]} …"
-
-
-def _place(function: types.FunctionType, node: ast.AST) -> str:
-    return f" ({Path(function.__code__.co_filename).name}, line {getattr(node, 'lineno', 0)})"

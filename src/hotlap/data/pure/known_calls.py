@@ -216,6 +216,16 @@ LEAVES = (
 """Types of immutable values."""
 
 
+_LOOKUPS = {("tokenizers", "Tokenizer"): _words("token_to_id id_to_token get_vocab_size")}
+"""Methods of classes written in other languages that look a value up, by package and class."""
+
+
+def is_lookup(owner: Any, name: str) -> bool:
+    """Whether a method only looks a value up, so that a proof may call it."""
+    kind = type(owner)
+    return name in _LOOKUPS.get((str(kind.__module__).partition(".")[0], kind.__name__), ())
+
+
 def is_drawn(name: str) -> bool:
     """Whether a method of a tensor draws from torch's generator."""
     return name in _RANDOM_METHODS

@@ -48,6 +48,7 @@ def prove(samples: Any, collate: Any = None, *, may_draw: bool = False) -> Proof
         if collate is not None and collate is not default_collate:
             name = "the collate function"
             follower.call(concrete(collate), Arguments([make_container(list, given)]))
+        follower.settle()
     except RefusedError as refusal:
         return Proof(state=follower.state, why_traces=f"{name} {refusal}{follower.where}")
     except UnreadableError as error:

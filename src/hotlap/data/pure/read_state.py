@@ -10,7 +10,7 @@ import re
 import types
 import zlib
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -65,6 +65,7 @@ class ReadState:
 
     def __init__(self) -> None:
         self._names: list[tuple[Any, Any, Any]] = []
+        self._answers: list[tuple[Callable[[], Any], Any]] = []
         self._slots: list[tuple[Any, str, Any]] = []
         self._cells: list[tuple[types.CellType, Any]] = []
         self._tensors: list[tuple[Tensor, int, int, bool]] = []
@@ -84,11 +85,21 @@ class ReadState:
             self._known.add((id(space), name))
             self._names.append((space, name, value))
 
+    def forget(self, space: Any, name: Any) -> None:
+        """What a name in a namespace holds does not matter after all."""
+        self._names = [row for row in self._names if row[0] is not space or row[1] != name]
+
     def slot(self, owner: Any, name: str, value: Any) -> None:
         """Note that an attribute outside of namespaces was read."""
         if (id(owner), name) not in self._known:
             self._known.add((id(owner), name))
             self._slots.append((owner, name, value))
+
+    def answer(self, ask: Callable[[], Any]) -> Any:
+        """The plain value that a call gives, which only looks it up; noted as read."""
+        found = ask()
+        self._answers.append((ask, found))
+        return found
 
     def cell(self, cell: types.CellType, value: Any) -> None:
         """Note that a variable of an enclosing function was read."""
@@ -162,6 +173,8 @@ class ReadState:
             now = getattr(owner, name, MISSING)
             if now is not value and not _is_equal(now, value):
                 return f"{name!r} has changed"
+        if any(not _is_equal(ask(), was) and was is not None for ask, was in self._answers):
+            return "a value that it looks up has changed"
         if len(self._tensors) <= FEW and self._is_tensor_other(live):
             return "a tensor was written to"
         if not self._lists and not self._arrays and len(self._tensors) <= FEW:

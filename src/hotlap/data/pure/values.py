@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import ast
+import dataclasses
 import enum
-import functools
 import inspect
 import itertools
-import linecache
 import os
 import types
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -20,72 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hotlap.data.pure.known_calls import GENERATORS, OWN_GENERATOR, is_library, is_plain_tensor
+from hotlap.data.pure.known_calls import GENERATORS, OWN_GENERATOR, is_library, is_lookup, is_plain_tensor
 from hotlap.data.pure.read_state import MISSING, ReadState, is_content, is_fixed
-from hotlap.store.keys import bytecode
-
-Written = ast.FunctionDef | ast.Lambda
-
-
-def tree_of(function: types.FunctionType) -> Written | None:
-    """The syntax tree of a function; None without source text, or if the text is not what runs."""
-    code = function.__code__
-    linecache.checkcache(code.co_filename)
-    lines = linecache.getlines(code.co_filename, function.__globals__)
-    found = _compiled("".join(lines), code.co_filename)
-    if found is None:
-        return None
-    written, compiled = found
-    if _key(code) not in compiled:
-        return None
-    nodes = [node for node in written.get((code.co_firstlineno, code.co_name), []) if _holds(node, code)]
-    return min(nodes, key=_length) if nodes else None
-
-
-@functools.lru_cache(maxsize=64)
-def _compiled(text: str, file: str) -> tuple[dict[tuple[int, str], list[Written]], set[str]] | None:
-    """The functions of a file by line and name, and the keys of their compiled code."""
-    try:
-        tree, code = ast.parse(text), compile(text, file, "exec", dont_inherit=True)
-    except (SyntaxError, ValueError):
-        return None
-    written: dict[tuple[int, str], list[Written]] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef):
-            first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
-            written.setdefault((first, node.name), []).append(node)
-        elif isinstance(node, ast.Lambda):
-            written.setdefault((node.lineno, "<lambda>"), []).append(node)
-    return written, {_key(one) for one in _codes(code)}
-
-
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            yield from _codes(inner)
-
-
-def _key(code: types.CodeType) -> str:
-    return repr((code.co_firstlineno, code.co_name, code.co_varnames, code.co_freevars, bytecode(code)))
-
-
-def _holds(node: Written, code: types.CodeType) -> bool:
-    """Whether a node contains all of a function's code: one line may hold several lambdas."""
-    if isinstance(node, ast.FunctionDef):
-        return True
-    start, end = (node.body.lineno, node.body.col_offset), (node.body.end_lineno or 0, node.body.end_col_offset or 0)
-    for line, last, column, last_column in code.co_positions():
-        if None in (line, last, column, last_column) or (column == 0 and last_column == 0):
-            continue
-        if (line, column) < start or (last, last_column) > end:
-            return False
-    return True
-
-
-def _length(node: Written) -> tuple[int, int]:
-    return (node.end_lineno or 0) - node.lineno, (node.end_col_offset or 0) - node.col_offset
-
+from hotlap.data.pure.syntax import Written
 
 MOST_CASES = 64
 """Values that a name may have, at most."""
@@ -122,10 +57,21 @@ class Container:
 
     kind: type
     parts: Value
-    """Its possible entries."""
+    """Its possible entries: of a dict, keys and values."""
     fresh: bool = True
     items: tuple[Value, ...] | None = None
     """Its entries in order, if they are known."""
+    values: Value | None = None
+    """The values of a dict, if they are known apart from its keys."""
+    names: tuple[str, ...] | None = None
+    """The keys of a dict of keyword arguments; `items` holds their values."""
+    made_at: int = 0
+    """Which expression of the followed code made it; 0 if none did. All that it made count as one."""
+
+    @property
+    def found(self) -> Value:
+        """What looking something up in it may give."""
+        return self.parts if self.values is None else self.values
 
 
 @dataclass(frozen=True)
@@ -137,11 +83,19 @@ class Attribute:
 
 
 @dataclass(frozen=True)
+class Instance:
+    """An object that the followed code makes, of a class written in Python; one for each call that makes such."""
+
+    kind: type
+    made_at: int
+
+
+@dataclass(frozen=True)
 class Method:
     """A function bound to an object."""
 
     function: Any
-    owner: Concrete
+    owner: Concrete | Instance
 
     def __hash__(self) -> int:
         return hash((id(self.function), self.owner))
@@ -160,10 +114,10 @@ class Super:
     """`super()`."""
 
     kind: type
-    owner: Concrete
+    owner: Concrete | Instance
 
 
-Atom = Data | Concrete | Container | Attribute | Method | LocalFunction | Super
+Atom = Data | Concrete | Container | Instance | Attribute | Method | LocalFunction | Super
 Value = frozenset[Atom]
 
 NEW: Value = frozenset({Data(True)})
@@ -177,15 +131,39 @@ def concrete(value: Any) -> Value:
     return frozenset({Concrete(value)})
 
 
-def make_container(kind: type, parts: Value, items: Sequence[Value] | None = None) -> Value:
-    return frozenset({Container(kind, parts, items=None if items is None else tuple(items))})
+def make_container(kind: type, parts: Value, items: Sequence[Value] | None = None, made_at: int = 0) -> Value:
+    return frozenset({Container(kind, parts, items=None if items is None else tuple(items), made_at=made_at)})
+
+
+def make_named(names: Mapping[str, Value]) -> Value:
+    """A dict of keyword arguments."""
+    values = union(names.values())
+    return frozenset({Container(dict, NEW | values, items=tuple(names.values()), values=values, names=tuple(names))})
+
+
+def make_dict(keys: Value, values: Value, made_at: int = 0) -> Value:
+    return frozenset({Container(dict, union([keys, values]), values=values, made_at=made_at)})
 
 
 def union(values: Iterable[Value]) -> Value:
     found = frozenset(itertools.chain.from_iterable(values))
+    made: dict[tuple[type, int], list[Container]] = {}
+    for atom in found:
+        if isinstance(atom, Container) and (atom.made_at or atom.kind is tuple) and atom.items is None:
+            made.setdefault((atom.kind, atom.made_at), []).append(atom)
+    for same in made.values():
+        if len(same) > 1:
+            found = found.difference(same) | {joined(same)}
     if len(found) > MOST_CASES:
         raise RefusedError("has too many cases to be followed")
     return found
+
+
+def joined(same: Sequence[Container]) -> Container:
+    """One container that may be any of these, which the same expression made."""
+    has_values = all(one.values is not None for one in same)
+    values = union(one.values or NOTHING for one in same) if has_values else None
+    return dataclasses.replace(same[0], parts=union(one.parts for one in same), values=values)
 
 
 @dataclass
@@ -234,6 +212,18 @@ class Scope:
 # --- small questions ---------------------------------------------------------------------------------
 
 
+def exact(value: Value) -> Any:
+    """The object that a value is, if it is one known plain value or a tuple of such; else MISSING."""
+    (atom,) = value if len(value) == 1 else (None,)
+    match atom:
+        case Concrete() if is_fixed(atom.value):
+            return atom.value
+        case Container() if atom.kind is tuple and atom.items is not None:
+            found = tuple(map(exact, atom.items))
+            return MISSING if MISSING in found else found
+    return MISSING
+
+
 def single(value: Value, other: Any = MISSING) -> Any:
     """The object, if the value is exactly one; else `other` or None."""
     if len(value) == 1:
@@ -255,7 +245,7 @@ def type_of(atom: Atom) -> type | None:
     match atom:
         case Concrete():
             return type(atom.value)
-        case Data() | Container():
+        case Data() | Container() | Instance():
             return atom.kind
     return None
 
@@ -295,6 +285,19 @@ class Objects(ABC):
         self.state = ReadState()
         self.reads_files = False
         self._elements: dict[int, tuple[Any, Value]] = {}
+        self.made: dict[Instance, dict[str, Value]] = {}
+        """All that the attributes of new objects may be."""
+        self.overwritten: dict[tuple[int, Any], Value] = {}
+        """Entries of existing dicts, by identity and key, that the code in progress has changed and will restore."""
+
+    @property
+    def version(self) -> int:
+        """A number that changes whenever new objects hold more."""
+        return sum(1 + len(value) for held in self.made.values() for value in held.values())
+
+    @abstractmethod
+    def noted_read(self, space: dict[str, Any], name: str) -> None:
+        """An attribute of an existing object is read."""
 
     @abstractmethod
     def call(self, function: Value, given: Arguments) -> Value:
@@ -323,6 +326,12 @@ class Objects(ABC):
                     is_fresh &= atom.owner.fresh
                 case Container():
                     is_fresh &= self.plain(atom.parts, verb)
+                case Instance():
+                    held, self.made[atom] = self.made[atom], {}  # it may hold itself
+                    try:
+                        is_fresh &= self.plain(union(held.values()), verb)
+                    finally:
+                        self.made[atom] = held
                 case Concrete() if is_content(atom.value):
                     if not is_plain_tensor(atom.value) and not isinstance(atom.value, np.ndarray):
                         self.plain(self.elements_of(atom.value), verb)
@@ -342,8 +351,18 @@ class Objects(ABC):
         found = {self._truth(atom) for atom in value}
         return found.pop() if len(found) == 1 else None
 
+    def call_method(self, atom: Instance, name: str, given: Arguments | None = None) -> Value:
+        """The result of a special method of a new object."""
+        return self.call(self.attribute(frozenset({atom}), name), given or Arguments())
+
     def _truth(self, atom: Atom) -> bool | None:
         match atom:
+            case Instance():
+                for name in ("__bool__", "__len__"):
+                    if _of_kind(atom.kind, name) is not MISSING:
+                        self.call_method(atom, name)
+                        return None
+                return True
             case Concrete() if atom.value is None or type(atom.value) in (bool, int, float, str, list, tuple, dict):
                 return bool(atom.value)
             case Concrete() if isinstance(atom.value, (type, types.FunctionType, types.MethodType, types.ModuleType)):
@@ -366,12 +385,16 @@ class Objects(ABC):
 
     def _iterated(self, atom: Atom) -> Value:
         match atom:
+            case Data() if atom.kind in (int, float, bool):
+                return NOTHING  # which raises
             case Data():
                 return frozenset({Data(atom.fresh)})
             case Attribute():
                 return frozenset({Data(atom.owner.fresh)})
             case Container():
                 return atom.parts
+            case Instance():
+                return self.iterate(self.call_method(atom, "__iter__"))
             case Concrete() if isinstance(atom.value, (range, str, bytes)):
                 return NEW
             case Concrete() if is_plain_tensor(atom.value) or isinstance(atom.value, np.ndarray):
@@ -380,33 +403,38 @@ class Objects(ABC):
                 self.state.name(vars(atom.value), "_modules", atom.value._modules)
                 self.state.content(atom.value._modules)
                 return frozenset(Concrete(one) for one in atom.value)
+            case Concrete() if isinstance(atom.value, dict):
+                self.elements_of(atom.value)
+                return self.entries_in(atom.value)
             case Concrete() if is_content(atom.value):
                 return self.elements_of(atom.value)
-            case Concrete() if atom.value is None:
+            case Concrete() if atom.value is None or type(atom.value) in (int, float, bool):
                 return NOTHING
             case Concrete() if isinstance(atom.value, type) and issubclass(atom.value, enum.Enum):
                 return NEW
             case Concrete() if hasattr(type(atom.value), "__next__"):
                 raise RefusedError(f"takes from a {type(atom.value).__name__} that it keeps")
+            case Concrete() if isinstance(self.of_class(atom.value, "__iter__"), types.FunctionType):
+                return self.iterate(self.call(self.attribute(frozenset({atom}), "__iter__"), Arguments()))
         raise RefusedError("goes through an object that is not known")
 
     def entries_of(self, value: Value) -> Value:
         """The entries of containers: keys and values."""
-        return self.iterate(frozenset(atom for atom in value if not is_leaf(atom)))
+        held = [atom for atom in value if not is_leaf(atom)]
+        dicts = [atom.value for atom in held if isinstance(atom, Concrete) and isinstance(atom.value, dict)]
+        return union([self.iterate(frozenset(held)), *map(self.elements_of, dicts)])
 
     def elements_of(self, container: Any) -> Value:
         """The entries of an existing container."""
+        if any(owner == id(container) for owner, _ in self.overwritten):
+            raise RefusedError("goes through a dict to which it writes")
+        self.state.content(container)
         if id(container) not in self._elements:
             simple = _simple(container)
             if simple is not None:
                 return simple
             rows = [part for row in container.items() for part in row] if hasattr(container, "items") else container
-            known: dict[Any, None] = {}
-            for one in rows:
-                known[self._element(one)] = None
-                if len(known) > MOST_CASES:
-                    raise RefusedError("holds too many objects to be followed")
-            self._elements[id(container)] = container, frozenset(known)
+            self._elements[id(container)] = container, self.entries_in(rows)
         return self._elements[id(container)][1]
 
     def _element(self, value: Any) -> Atom:
@@ -415,11 +443,24 @@ class Objects(ABC):
             if simple is not None:
                 return Container(tuple, simple)
         if is_plain_tensor(value) or isinstance(value, np.ndarray):
-            return Data(False)
+            return Data(False, type(value))
         if is_content(value):
             # Many similar ones become one case.
-            return Container(type(value), self.elements_of(value), fresh=type(value) is tuple)
-        return Data(True) if value is not None and is_fixed(value) else Concrete(value)
+            return self._as_container(value)
+        return Data(True, type(value)) if value is not None and is_fixed(value) else Concrete(value)
+
+    def _as_container(self, value: Any) -> Container:
+        values = self.entries_in(value.values()) if isinstance(value, dict) else None
+        return Container(type(value), self.elements_of(value), fresh=type(value) is tuple, values=values)
+
+    def entries_in(self, rows: Iterable[Any]) -> Value:
+        """All that these entries of an existing container are."""
+        known: dict[Any, None] = {}
+        for one in rows:
+            known[self._element(one)] = None
+            if len(known) > MOST_CASES:
+                raise RefusedError("holds too many objects to be followed")
+        return frozenset(known)
 
     def subscript(self, value: Value, index: Value) -> Value:
         """The result of `value[index]`."""
@@ -439,6 +480,10 @@ class Objects(ABC):
                 return concrete(atom.value)
             case Concrete():
                 return self.call(self.attribute(frozenset({atom}), "__getitem__"), Arguments([index]))
+            case Instance():
+                return self.call_method(atom, "__getitem__", Arguments([index]))
+            case Data() if atom.kind in (int, float, bool):
+                return NOTHING  # which raises
             case Data() | Attribute():
                 self.plain(index, "looks up by")
                 return frozenset({Data(atom.fresh if isinstance(atom, Data) else atom.owner.fresh)})
@@ -449,10 +494,19 @@ class Objects(ABC):
     def _of_new_container(self, container: Container, index: Value) -> Value:
         self.plain(index, "looks up by")
         at = single(index)
-        if container.items is not None and type(at) is int and -len(container.items) <= at < len(container.items):
+        if type(at) is str and container.kind in (list, tuple):
+            return NOTHING  # which raises
+        if container.names is not None and container.items is not None and type(at) is str:
+            return dict(zip(container.names, container.items, strict=True)).get(at, NOTHING)
+        if (
+            container.names is None
+            and container.items is not None
+            and type(at) is int
+            and -len(container.items) <= at < len(container.items)
+        ):
             return container.items[at]
         is_slice = any(isinstance(atom, Data) and atom.kind is slice for atom in index)
-        return frozenset({Container(container.kind, container.parts)}) if is_slice else container.parts
+        return frozenset({Container(container.kind, container.parts)}) if is_slice else container.found
 
     def _of_container(self, container: Any, index: Value) -> Value:
         self.plain(index, "looks up by")
@@ -465,18 +519,32 @@ class Objects(ABC):
         at = single(index)
         if type(container) is defaultdict:
             raise RefusedError("looks something up in a defaultdict, which may add to it")
+        if isinstance(at, (int, str)) and isinstance(container, dict):
+            return self.entry(container, at)
         if at is not None and isinstance(at, (int, str)):
             try:
                 return self.read(container[at])
             except (LookupError, TypeError):
                 return NOTHING
         parts = self.elements_of(container)
+        if isinstance(container, dict):
+            return self._as_container(container).found
         is_slice = any(isinstance(atom, Data) and atom.kind is slice for atom in index)
         return frozenset({Container(type(container), parts)}) if is_slice else parts
+
+    def entry(self, held: Mapping[Any, Any], key: Any, other: Value = NOTHING) -> Value:
+        """The entry of an existing dict under a key, or `other`."""
+        if (id(held), key) in self.overwritten:
+            return self.overwritten[id(held), key]
+        found = held.get(key, MISSING)
+        self.state.name(held, key, found)
+        return other if found is MISSING else self.read(found)
 
     def length(self, value: Value) -> Value:
         """The result of `len(value)`."""
         for atom in value:
+            if isinstance(atom, Instance):
+                self.call_method(atom, "__len__")
             if isinstance(atom, Concrete) and not is_content(atom.value) and not is_fixed(atom.value):
                 self.call(self.attribute(frozenset({atom}), "__len__"), Arguments())
         return NUMBER
@@ -495,8 +563,10 @@ class Objects(ABC):
                 return frozenset({Attribute(name, atom)})
             case Attribute():
                 return frozenset({Attribute(name, Data(atom.owner.fresh))})
+            case Instance():
+                return self._of_instance(atom, name)
             case Super():
-                kinds = type(atom.owner.value).__mro__
+                kinds = (type_of(atom.owner) or object).__mro__
                 for kind in kinds[kinds.index(atom.kind) + 1 :]:
                     if name in vars(kind):
                         return self._bound(atom.owner, vars(kind)[name], name)
@@ -505,11 +575,14 @@ class Objects(ABC):
                 return concrete(type(atom.value))
             case Concrete() if atom.value is None and not hasattr(None, name):
                 return NOTHING  # which raises
+            case Concrete() if isinstance(atom.value, dict) and name == "get":
+                return frozenset({Method(dict.get, atom)})
+            case Concrete() if type(atom.value) is str and isinstance(vars(str).get(name), types.MethodDescriptorType):
+                return frozenset({Method(vars(str)[name], atom)})
             case Concrete() if is_content(atom.value):
                 is_array = isinstance(atom.value, (Tensor, np.ndarray))
                 kind = type(atom.value)
-                owner = Data(False, kind) if is_array else Container(kind, self.elements_of(atom.value), fresh=False)
-                return frozenset({Attribute(name, owner)})
+                return frozenset({Attribute(name, Data(False, kind) if is_array else self._as_container(atom.value))})
             case Concrete() if isinstance(atom.value, enum.Enum):
                 return concrete(getattr(atom.value, name))
             case Concrete() if is_fixed(atom.value):
@@ -547,7 +620,7 @@ class Objects(ABC):
 
     def of_class(self, value: Any, name: str) -> Any:
         """The entry of an object's class for a name, or MISSING."""
-        return next((vars(kind)[name] for kind in type(value).__mro__ if name in vars(kind)), MISSING)
+        return _of_kind(type(value), name)
 
     def _of_object(self, atom: Concrete, name: str) -> Value:
         value, own = atom.value, getattr(atom.value, "__dict__", None)
@@ -557,6 +630,10 @@ class Objects(ABC):
         if lookup not in _PLAIN_LOOKUPS:
             return self._foreign(value, name)
         found = self.of_class(value, name)
+        if name == "__dict__" and isinstance(own, dict):
+            return concrete(own)
+        if is_lookup(value, name):
+            return frozenset({Method(found, atom)})
         self.state.slot(value, "__class__", type(value))
         for kind in type(value).__mro__:
             if name in vars(kind):
@@ -565,25 +642,47 @@ class Objects(ABC):
                 break
         is_data = found is not MISSING and hasattr(type(found), "__set__")
         if own is not None and not is_data:
-            self.state.name(own, name, own.get(name, MISSING))
-            if name in own:
-                return self.read(own[name])
+            if name in own or (id(own), name) in self.overwritten:
+                self.noted_read(own, name)
+                return self.entry(own, name)
+            self.state.name(own, name, MISSING)
             if isinstance(value, nn.Module):
                 for group in ("_parameters", "_buffers", "_modules"):
                     if name in own.get(group, {}):
                         self.state.name(own[group], name, own[group][name])
                         return self.read(own[group][name])
         if found is MISSING:
-            if self.of_class(value, "__getattr__") is MISSING or isinstance(value, nn.Module):
+            fallback = self.of_class(value, "__getattr__")
+            if fallback is MISSING or isinstance(value, nn.Module):
                 return NOTHING  # which raises
+            if isinstance(fallback, types.FunctionType) and name[:2] != "__":
+                return self.call(self._bound(atom, fallback, "__getattr__"), Arguments([concrete(name)]))
             return self._foreign(value, name)
         return self._bound(atom, found, name)
+
+    def _of_instance(self, atom: Instance, name: str) -> Value:
+        if name == "__class__":
+            return concrete(atom.kind)
+        found = _of_kind(atom.kind, name)
+        set_here = self.made[atom].get(name, NOTHING)
+        if found is MISSING:
+            fallback = _of_kind(atom.kind, "__getattr__")
+            if set_here or fallback is MISSING:
+                return set_here
+            return self.call(self._bound(atom, fallback, "__getattr__"), Arguments([concrete(name)]))
+        for kind in atom.kind.__mro__:
+            if name in vars(kind):
+                if not is_library(kind.__module__):
+                    self.state.name(vars(kind), name, found)
+                break
+        return union([set_here, self._bound(atom, found, name)])
 
     def _foreign(self, value: Any, name: str) -> NoReturn:
         raise RefusedError(f"reads {name} of an object of {type(value).__name__}, which has its own attribute lookup")
 
-    def _bound(self, owner: Concrete, found: Any, name: str) -> Value:
+    def _bound(self, owner: Concrete | Instance, found: Any, name: str) -> Value:
         """The entry of a class as an object of the class sees it."""
+        kind = type_of(owner) or object
         match found:
             case types.FunctionType():
                 return frozenset({Method(found, owner)})
@@ -592,16 +691,21 @@ class Objects(ABC):
             case staticmethod():
                 return self.read(found.__func__)
             case classmethod():
-                return frozenset({Method(found.__func__, Concrete(type(owner.value)))})
-            case types.MemberDescriptorType():
+                return frozenset({Method(found.__func__, Concrete(kind))})
+            case types.MemberDescriptorType() if isinstance(owner, Concrete):
                 value = getattr(owner.value, name, MISSING)
                 self.state.slot(owner.value, name, value)
                 return NOTHING if value is MISSING else self.read(value)
         if hasattr(type(found), "__get__") and not isinstance(found, (type, types.BuiltinFunctionType)):
             if inspect.ismethoddescriptor(found):  # of a class written in C
-                raise RefusedError(f"calls {name} of {type(owner.value).__name__}, which is not known")
-            raise RefusedError(f"reads {name} of {type(owner.value).__name__}, which is computed")
+                raise RefusedError(f"calls {name} of {kind.__name__}, which is not known")
+            raise RefusedError(f"reads {name} of {kind.__name__}, which is computed")
         return self.read(found)
+
+
+def _of_kind(kind: type, name: str) -> Any:
+    """The entry of a class for a name, or MISSING."""
+    return next((vars(one)[name] for one in kind.__mro__ if name in vars(one)), MISSING)
 
 
 def _simple(container: Any) -> Value | None:
@@ -611,4 +715,6 @@ def _simple(container: Any) -> Value | None:
     kinds = set(map(type, container))
     if not _SIMPLE.issuperset(kinds):
         return None
-    return frozenset(Concrete(None) if kind is _NONE else Data(kind not in (Tensor, np.ndarray)) for kind in kinds)
+    return frozenset(
+        Concrete(None) if kind is _NONE else Data(kind not in (Tensor, np.ndarray), kind) for kind in kinds
+    )

@@ -39,13 +39,23 @@ _KNOWN = (
 """Samplers that draw from the process's generators only when their first index is read."""
 
 
+_RESEEDED = {("accelerate.data_loader", "SeedableRandomSampler")}
+"""RandomSamplers by module and name that seed their own generator as an epoch begins, so that nothing else draws from
+it. At its end this one counts the epoch, which its loader sets again as the next one begins."""
+
+
 def why_not_early(batch_sampler: Any) -> str | None:
     """Why hotlap must not read index batches earlier than torch does; None if nothing can notice."""
     sampler = _sampler_in(batch_sampler)
     kind = type(sampler)
-    if kind not in _KNOWN:
+    is_reseeded = (kind.__module__, kind.__name__) in _RESEEDED and isinstance(sampler, RandomSampler)
+    if kind not in _KNOWN and not is_reseeded:
         return f"{kind.__name__} may draw as it is read, so it cannot be read ahead"
-    if kind is RandomSampler and generator_of(batch_sampler) is not None and not _is_drawn_at_first(sampler):
+    if (
+        isinstance(sampler, RandomSampler)
+        and generator_of(batch_sampler) is not None
+        and not _is_drawn_at_first(sampler)
+    ):
         return "RandomSampler draws from the script's generator as it is read, so it cannot be read ahead"
     return None
 
