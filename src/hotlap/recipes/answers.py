@@ -262,7 +262,7 @@ def answer(
         for note in table.notes:
             say(f"note      {note}")
         if model.beaten_by:
-            say(f"note      on the rows held out in training, {model.beaten_by} did at least as well as this model")
+            say(f"warning   on the rows held out in training, {model.beaten_by} did at least as well as this model")
     if probabilities and not model.classes:
         say("note      the answers are numbers, which have no probabilities")
     names = kept_names(table, keep)

@@ -259,7 +259,7 @@ class _Training:
             self.finish(best.name)
         if beaten_by:
             names, advice = " and ".join(beaten_by), f"; {prepared.advice}" if prepared.advice else ""
-            say(f"result    {best.name} gives the answers of this run, though {names} did at least as well{advice}")
+            say(f"warning   {best.name} gives the answers of this run, though {names} did at least as well{advice}")
         if not (options.epochs or options.trials or self.time.left_out):
             scores = {head: _figure(best.report[score]) for head, score in self.judge.columns}
             self.known.keep(options.profile or "balanced", scores, sum(one.train_s for one in found), folder)
