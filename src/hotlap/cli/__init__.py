@@ -85,10 +85,10 @@ def _root(
 run.register(app)
 recipes.register(app)
 trainings.register(app)
+watch.register(app)
 reports.register(app)
 kit.register(app)
 machine.register(app)
-watch.register(app)
 stress.register(app)
 store.register(app)
 

@@ -1,1 +1,6 @@
-"""What this machine can do, what a step asks of it, and which of the two bounds the run."""
+"""What this machine can do, what a step asks of it, and which of the two bounds the run; and how it does meanwhile.
+
+`calibration` and `census` measure and count, `bound` says what bounds a step. `hardware` reads GPU and host, `sampler`
+does so beside a training, `verdict` says what bounds that now, and `first_epoch` whether it goes as it promised.
+`trainings` finds trainings by what they leave, `screen` makes lines of it, and `watch` shows them.
+"""
