@@ -185,14 +185,16 @@ def asked(monkeypatch):
 def test_what_is_asked_for_reaches_the_session(home, asked, monkeypatch):
     write(home / "train.py", "")
     left_out = ("early-item", "short-step")
-    words = ["--plan", "max", "--out", "kept", "--tune-seconds", "5", "--json"]
+    words = ["--plan", "max", "--out", "kept", "--tune-seconds", "5", "--report", "--json"]
     words += [word for name in left_out for word in ("--without", name)]
     every = asked(*words, "train.py", "--json")
-    expected = {"name": "train", "plan": "max", "out": home / "kept", "tune_s": 5.0}
+    expected = {"name": "train", "plan": "max", "out": home / "kept", "tune_s": 5.0, "report": True}
+    expected["words"] = ("train.py", "--json")
     assert every == {**expected, "without": left_out, "as_json": True, "torch_s": every["torch_s"]}
     assert every["torch_s"] >= 0
     nothing = asked("-m", "json.tool")
-    expected = {"name": "json.tool", "plan": None, "out": None, "tune_s": None}
+    expected = {"name": "json.tool", "plan": None, "out": None, "tune_s": None, "report": False}
+    expected["words"] = ("-m", "json.tool")
     assert nothing == {**expected, "without": (), "as_json": False, "torch_s": nothing["torch_s"]}
     monkeypatch.setenv("HOTLAP_PLAN", "max")
     assert asked("train.py")["plan"] == "max"

@@ -123,7 +123,7 @@ def run(
         without=tuple(without),
         as_json=as_json,
         report=report,
-        words=("hotlap", "run", *target.words),
+        words=tuple(target.words),
     )
     raise ToRun(partial(running.run, target, watched, seed))
 

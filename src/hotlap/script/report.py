@@ -108,7 +108,8 @@ class Report:
             out = first.path / f"training-{number + 1}" if first is not None else self._out
             folder = self._folders[number] = RunFolder.create(out, name=self._name, home=self._home)
             folder.write_environment(machine.environment())
-            words = {"words": without_secrets(self._words, os.environ)} if self._words else {}
+            run = ("hotlap", "run", *self._words)
+            words = {"words": without_secrets(run, os.environ)} if self._words else {}
             folder.write_started({"command": "run", "script": self._name, **words})
         return folder
 
@@ -136,25 +137,27 @@ class Report:
         found += [f"hotlap failed: {fault}; the script continued without it" for fault in self._faults]
         return found
 
-    def headline(self) -> str:
-        """The result in one line."""
+    def headline(self, took_s: float | None = None) -> str:
+        """The result in one line, of a script that took so long; by default until now."""
         ledgers = [ledger for ledger, _ in self._trainings]
         if not any(row.outcome == "kept" for ledger in ledgers for row in rows(ledger)):
             if self._faults:
                 return f"left as it was, because hotlap failed: {self._faults[0]}"
             if self._refusals:
                 return f"left as it was, because {self._refusals[0]}"
-        took_s = time.perf_counter() - self._began
+        took_s = time.perf_counter() - self._began if took_s is None else took_s
         return headline(ledgers, took_s, start_s=self._start_s, is_fixed=self._is_fixed)
 
     def tell(self, error: BaseException | None = None) -> None:
         """Print everything, and write down what it came to."""
-        self._write_results()
+        took_s = time.perf_counter() - self._began
+        first = self.headline(took_s)
+        self._write_results({"headline": first, "took_s": took_s, "start_s": self._start_s})
         if self._as_json:
             pairs = zip(self._trainings, self._figures, strict=True)
             trainings = [as_json(ledger) | figures for (ledger, _), figures in pairs]
             data = {
-                "headline": self.headline(),
+                "headline": first,
                 "trainings": trainings,
                 "faults": self._faults,
                 "refusals": self._refusals,
@@ -162,20 +165,18 @@ class Report:
             lines = [json.dumps(data)]
         else:
             below = self.lines() if self._trainings or self._faults or self._refusals else []
-            lines = [f"hotlap: {self.headline()}", *(f"{MARGIN}{line}" if line else "" for line in below)]
+            lines = [f"hotlap: {first}", *(f"{MARGIN}{line}" if line else "" for line in below)]
         if error is not None and "CUDA error" in str(error):
             lines.append("hotlap  to see whether this error comes from hotlap: hotlap run --off …")
         say(*lines)
 
-    def _write_results(self) -> None:
-        """Write `result.json` into the run folder of each training: figures, and the headline of the whole script."""
-        took_s = time.perf_counter() - self._began
+    def _write_results(self, whole: dict[str, Any]) -> None:
+        """Write the figures of each training into its run folder, and those of the whole script into the first."""
         for number, folder in self._folders.items():
             if number >= len(self._figures):
                 continue  # it ended before it came to anything
-            whole = {"headline": self.headline(), "took_s": took_s, "start_s": self._start_s} if number == 0 else {}
             try:
-                folder.write_result({**whole, **self._figures[number]})
+                folder.write_result({**(whole if number == 0 else {}), **self._figures[number]})
                 folder.write_artefacts()
                 if number == 0 and self._wants_page:
                     found = self._trainings[0][1]

@@ -82,7 +82,7 @@ class Settings:
     as_json: bool = False
     """Print the report as JSON."""
     words: Sequence[str] = ()
-    """The command line that runs the script so again; empty where there is none."""
+    """The words after `python` that run the script again; empty where there are none."""
     report: bool = False
     """Write `report.html` into the run folder at the end."""
     torch_s: float | None = None
