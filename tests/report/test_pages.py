@@ -16,7 +16,20 @@ from hotlap.core.errors import StoreError
 from hotlap.report import report_of, write_report
 from hotlap.report.document import Chart, Checklist, Code, Table
 
-ORDER = ("search", "moves", "curves", "scores", "mistakes", "pace", "usage", "phases", "reuse", "data", "settings")
+ORDER = (
+    "search",
+    "moves",
+    "curves",
+    "jobs",
+    "scores",
+    "mistakes",
+    "pace",
+    "usage",
+    "phases",
+    "reuse",
+    "data",
+    "settings",
+)
 ORDER += ("files", "checklist", "repeat")
 KINDS = ("fit", "trees", "search", "temporal", "script")
 VOID = {"meta", "link", "br", "path", "circle", "rect"}
@@ -356,3 +369,37 @@ def test_reading_and_writing_a_report_imports_no_torch(runs):
     source = str(Path(hotlap.__file__).parents[1])
     done = subprocess.run(words, env={"PYTHONPATH": source}, capture_output=True, text=True, check=False)
     assert done.stdout == "False\n", done.stderr
+
+
+# --- many trainings in one folder ----------------------------------------------------------------------
+
+
+def test_trainings_of_fit_many_are_one_report_with_the_spread_of_their_scores(tmp_path):
+    for at in range(5):
+        fitted(tmp_path / "many" / f"{at:04d}", seed=at, epochs=3)
+    report = report_of(tmp_path / "many")
+    assert report.kind == "fit_many"
+    assert report.headline.startswith("5 trainings: accuracy 0.")
+    (table,) = blocks(report, "jobs", Table)
+    assert [row[0] for row in table.rows] == [f"job {at}" for at in range(1, 6)]
+    found = checks(report)["the training loss falls"]
+    assert (found.outcome, found.found) == ("ok", "in all 5 trainings")
+    (loss, *_) = blocks(report, "curves", Chart)
+    assert "".join(loss.picture.parts).count('class="line c') >= 5
+    assert 'class="line train' not in "".join(loss.picture.parts)
+
+
+def test_what_is_wrong_in_one_of_many_trainings_is_named(tmp_path):
+    runs = [fitted(tmp_path / "many" / f"{at:04d}", seed=at, epochs=3) for at in range(5)]
+    runs[3].files.write_metrics([{**record, "train_loss": float("nan")} for record in runs[3].history])
+    found = checks(report_of(tmp_path / "many"))["a finite training loss"]
+    assert found.outcome == "look"
+    assert found.found.startswith("1 of 5 trainings, such as job 4: ")
+
+
+def test_what_bound_a_training_is_said(tmp_path):
+    run = fitted(tmp_path / "run")
+    state = {"pid": 1, "at": 1000.0, "ended": True, "bound": {"by": "feeding", "why": "it waits", "answer": "workers"}}
+    (run.folder / "live.json").write_text(json.dumps(state))
+    (text, *_) = report_of(run.folder).sections[keys(report_of(run.folder)).index("usage")].blocks
+    assert text.words == "Bound by feeding at the end: it waits. Answer: workers."

@@ -126,11 +126,11 @@ def compare(
 
 def _group(words: str) -> tuple[str, list[RunFiles]]:
     """The runs that a word names: a folder, several joined by commas, or a folder of runs."""
-    from hotlap.report.reading import kind_of_run, read_run, runs_in
+    from hotlap.report.reading import MANY, kind_of_run, read_run, runs_in
 
     whole = Path(words)
     if whole.exists() or "," not in words:
-        if whole.is_dir() and kind_of_run(whole) is None and (inner := runs_in(whole)):
+        if whole.is_dir() and kind_of_run(whole) in (None, MANY) and (inner := runs_in(whole)):
             return whole.name, [read_run(path) for path in inner]
         return whole.name or words, [read_run(whole)]
     paths = [Path(part) for part in words.split(",") if part]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from hotlap.core.units import show_seconds
@@ -12,6 +12,8 @@ from hotlap.report.reading import RECIPE, SCRIPT, TREES, RunFiles, Training, lis
 from hotlap.report.recipe_sections import judged
 from hotlap.report.training_sections import total_of
 
+MOST_EACH = 3
+"""Trainings whose checks are listed one by one."""
 BEFORE, DURING, AFTER = "before", "during", "after"
 OK, LOOK, UNKNOWN = "ok", "look", "unknown"
 WORSE = 1.05
@@ -25,6 +27,7 @@ def checks_of(run: RunFiles) -> list[Check]:
 
 
 Found = tuple[str, str, str, str]
+Line = tuple[str, str, str]
 
 
 def _before(run: RunFiles) -> Iterator[Found]:
@@ -54,17 +57,33 @@ def _before(run: RunFiles) -> Iterator[Found]:
 
 
 def _during(run: RunFiles) -> Iterator[Found]:
-    for training in _models(run):
-        name = f" ({training.name})" if len(run.trainings) > 1 else ""
-        yield from ((DURING, what + name, outcome, said) for what, outcome, said in _of_training(training))
+    yield from ((DURING, *found) for found in _together(run, _of_training))
+
+
+def _together(run: RunFiles, made: Callable[[Training], Iterator[Line]]) -> Iterator[Line]:
+    """The checks of each training; of many, what is right in all of them is one line, and so is what is not."""
+    trainings = _models(run)
+    each = [(training, list(made(training))) for training in trainings]
+    if len(trainings) <= MOST_EACH:
+        for training, lines in each:
+            name = f" ({training.name})" if len(trainings) > 1 else ""
+            yield from ((what + name, outcome, said) for what, outcome, said in lines)
+        return
+    for what in dict.fromkeys(what for _, lines in each for what, *_ in lines):
+        found = [(training.name, line) for training, lines in each for line in lines if line[0] == what]
+        wrong = [(name, line) for name, line in found if line[1] != OK]
+        if wrong:
+            yield what, LOOK, f"{len(wrong)} of {len(found)} trainings, such as {wrong[0][0]}: {wrong[0][1][2]}"
+        else:
+            yield what, OK, f"in all {len(found)} trainings"
 
 
 def _of_training(training: Training) -> Iterator[tuple[str, str, str]]:
     entries = list(training.ledger) if training.ledger is not None else []
     faults = [entry for entry in entries if entry.outcome == "fault"]
     if entries:
-        said = "; ".join(f"step {one.step:,}: {words(one.what)}" for one in faults[:3]) or "none"
-        yield "faults", LOOK if faults else OK, said
+        said = "; ".join(f"step {one.step:,}: {words(one.what)}" for one in faults[:3]) or "the ledger has none"
+        yield "no faults", LOOK if faults else OK, said
     total = total_of(training.ledger)
     cost_s, saved_s = number(total.get("cost_s")), number(total.get("saved_s"))
     if total and cost_s is not None:
@@ -84,8 +103,12 @@ def _of_training(training: Training) -> Iterator[tuple[str, str, str]]:
     steps, updates = number(training.ended.get("steps")), number(training.ended.get("updates"))
     if steps is not None and updates is not None:
         skipped = steps - updates
-        said = f"{skipped:,.0f} of {steps:,.0f} had gradients that are not finite" if skipped else "none"
-        yield "skipped updates", LOOK if skipped > 0.01 * steps else OK, said
+        said = (
+            f"{skipped:,.0f} of {steps:,.0f} had gradients that are not finite"
+            if skipped
+            else f"all {updates:,.0f} were made"
+        )
+        yield "no skipped updates", LOOK if skipped > 0.01 * steps else OK, said
 
 
 def _after(run: RunFiles) -> Iterator[Found]:
@@ -96,11 +119,9 @@ def _after(run: RunFiles) -> Iterator[Found]:
         if first is not None and first.ended:
             yield AFTER, "it came to its end", OK, words(first.ended.get("stopped"))
         elif run.kind != SCRIPT and not run.search:
-            said = "it still runs" if run.is_live else "its folder has no end: go on with `hotlap resume`"
+            said = "it still runs" if run.is_live else "its folder has no end; go on with hotlap resume"
             yield AFTER, "it came to its end", UNKNOWN if run.is_live else LOOK, said
-    for training in _models(run):
-        name = f" ({training.name})" if len(run.trainings) > 1 else ""
-        yield from ((AFTER, what + name, outcome, said) for what, outcome, said in _fit(training))
+    yield from ((AFTER, *found) for found in _together(run, _fit))
     left = [words(line) for line in listing(run.scores.get("left_out")) + listing(run.search.get("left_out"))]
     left += [words(line) for training in run.trainings for line in listing(training.ended.get("left_out"))]
     yield (
@@ -115,12 +136,12 @@ def _after(run: RunFiles) -> Iterator[Found]:
 
 def _models(run: RunFiles) -> list[Training]:
     """The trainings that are checked one by one: no folds."""
-    return [one for one in run.trainings if one.path.parent.name != "folds"][:6]
+    return [one for one in run.trainings if one.path.parent.name != "folds"]
 
 
 def _recipe(run: RunFiles) -> Iterator[Found]:
     if not run.state:
-        said = "it still runs" if run.is_live else "no: go on with `hotlap resume`"
+        said = "it still runs" if run.is_live else "no; go on with hotlap resume"
         yield AFTER, "it came to its end", UNKNOWN if run.is_live else LOOK, said
         return
     by = judged(run.scores, run.options.get("recipe"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,12 +22,14 @@ from hotlap.store.files import from_json, load_plan, read_bytes, read_text
 from hotlap.store.run_folder import ABOUT, MOST_LEDGER_BYTES
 from hotlap.store.telemetry import read_live, read_samples
 
-FIT, SCRIPT, TREES, RECIPE, SEARCH = "fit", "script", "trees", "recipe", "search"
+FIT, SCRIPT, TREES, RECIPE, SEARCH, MANY = "fit", "script", "trees", "recipe", "search", "many"
 MOST_BYTES, MOST_HISTORY_BYTES = 16 * MIB, 64 * MIB
 MOST_TRAININGS = 24
 """Trainings of one run that are read; a recipe has a handful, and of a search the best."""
 LONGEST = 2000
 """Characters of one text."""
+JOB = re.compile(r"[0-9]{4,6}")
+"""The folder of a training that `fit_many` made."""
 MOST_RUNS = 2000
 """Runs of a folder that are listed."""
 ABOUT_RECIPES = {
@@ -62,6 +65,8 @@ class Training:
     trees: dict[str, Any] = field(default_factory=dict)
     result: dict[str, Any] = field(default_factory=dict)
     samples: list[dict[str, Any]] = field(default_factory=list)
+    live: dict[str, Any] = field(default_factory=dict)
+    """How it stands, or stood last."""
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -91,6 +96,8 @@ class RunFiles:
     path: Path
     kind: str
     trainings: list[Training]
+    whole: Training | None = None
+    """What was measured of all trainings together, by a search or `fit_many`."""
     options: dict[str, Any] = field(default_factory=dict)
     """Of a recipe."""
     scores: dict[str, Any] = field(default_factory=dict)
@@ -119,6 +126,8 @@ class RunFiles:
             return bool(self.state)
         if self.kind == SEARCH:
             return bool(self.search.get("best"))
+        if self.kind == MANY:
+            return all(training.ended for training in self.trainings)
         return self.kind == SCRIPT or bool(self.trainings and self.trainings[0].ended)
 
 
@@ -129,7 +138,7 @@ def kind_of_run(path: Path) -> str | None:
     if (path / "search.json").is_file():
         return SEARCH
     if not (path / "plan.toml").is_file():
-        return None
+        return MANY if _jobs(path) else None
     if any((path / name).exists() for name in ("trees.json", "grown.jsonl", "boosters")):
         return TREES
     return SCRIPT if _json(path / "started.json", []).get("command") == "run" else FIT
@@ -158,8 +167,12 @@ def read_run(path: Path) -> RunFiles:
     elif kind == SEARCH:
         run.search = _json(path / "search.json", run.problems)
         inner = _best_trial(run, path)
+    elif kind == MANY:
+        inner = _jobs(path)
     else:
         inner = [path, *(folder for folder in _folders(path) if folder.name.startswith("training-"))]
+    if kind in (SEARCH, MANY):
+        run.whole = _training(path, run.problems, path)
     run.trainings = [_training(folder, run.problems, path) for folder in inner[:MOST_TRAININGS]]
     return run
 
@@ -270,6 +283,8 @@ def _training(path: Path, problems: list[str], whole: Path) -> Training:
     name = clean(path.name) if path != whole else clean(path.resolve().name)
     if path.parent.name == "trials" and path.name.isdecimal():
         name = f"trial {int(path.name)}"
+    elif path != whole and JOB.fullmatch(path.name):
+        name = f"job {int(path.name) + 1}"
     found = Training(name=name, path=path)
     if (path / "ledger.jsonl").is_file():
         found.ledger = _ledger(path / "ledger.jsonl", problems)
@@ -279,7 +294,7 @@ def _training(path: Path, problems: list[str], whole: Path) -> Training:
         except HotlapError as error:
             problems.append(str(error))
     found.history = _lines(path / "metrics.jsonl", problems)
-    found.samples = read_samples(path)
+    found.samples, found.live = read_samples(path), read_live(path) or {}
     for part in ("environment", "started", "record", "trees", "result"):
         setattr(found, part, _json(path / f"{part}.json", problems))
     return found
@@ -289,6 +304,11 @@ def _best_trial(run: RunFiles, folder: Path) -> list[Path]:
     best = number(run.search.get("best"))
     path = folder / "trials" / f"{int(best or 0):04d}"
     return [path] if best is not None and (path / "plan.toml").is_file() else []
+
+
+def _jobs(path: Path) -> list[Path]:
+    """The trainings of a call of `fit_many`."""
+    return [folder for folder in _folders(path) if JOB.fullmatch(folder.name)]
 
 
 def _folders(path: Path) -> list[Path]:

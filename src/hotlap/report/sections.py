@@ -11,8 +11,9 @@ from hotlap.core.terminal import clean
 from hotlap.core.units import show_seconds
 from hotlap.plots.trainings import NO_METRICS
 from hotlap.report.checks import LOOK, OK, checks_of
-from hotlap.report.document import Block, Cell, Checklist, Code, Report, Section, Table, Text, Tile, seconds
+from hotlap.report.document import Block, Cell, Checklist, Code, Report, Section, Table, Text, Tile, score, seconds
 from hotlap.report.reading import (
+    MANY,
     RECIPE,
     SCRIPT,
     SEARCH,
@@ -53,15 +54,22 @@ def report_on(run: RunFiles, against: Sequence[RunFiles] = ()) -> Report:
     others = [training for one in against for training in one.trainings[:1]]
     shown = run.trainings[:MOST_SHOWN]
     models = [one for one in shown if one.path.parent.name != "folds"]
+    closely = models[:1] if run.kind == MANY else models
+    measured = [*([run.whole] if run.whole is not None else []), *closely]
     rules = mapping(run.scores.get("baselines"))
     found = [
-        Section(key="moves", title="What was tried, and what it gave", blocks=_each(models, moves)),
+        Section(
+            key="moves",
+            title="What was tried, and what it gave",
+            blocks=_each(measured, moves),
+        ),
         Section(key="curves", title="Learning curves", blocks=curves(models, rules, others)),
+        Section(key="jobs", title="Trainings", blocks=_jobs(run)),
         Section(key="scores", title="Scores beside simple rules", blocks=scores(run)),
         Section(key="mistakes", title="Where it is wrong", blocks=mistakes(run)),
         Section(key="search", title="Trials", blocks=search(run.search)),
-        Section(key="pace", title="Step times", blocks=_each(models, pace)),
-        Section(key="usage", title="GPU and host over time", blocks=_each(models, usage)),
+        Section(key="pace", title="Step times", blocks=_each(closely, pace)),
+        Section(key="usage", title="GPU and host over time", blocks=_each(closely, usage)),
         Section(key="phases", title="Phases", blocks=_phases(run)),
         Section(key="reuse", title="First and later run", blocks=_reuse(run)),
         Section(key="data", title="The data, as hotlap read it", blocks=_said(run)),
@@ -90,13 +98,12 @@ def kind_words(run: RunFiles) -> str:
     """What kind of run it is: a recipe by its name."""
     if run.kind == RECIPE:
         return f"recipe {words(run.options.get('recipe'))}" if run.options.get("recipe") else RECIPE
-    return {SCRIPT: "hotlap run", SEARCH: "search", TREES: "trees"}.get(run.kind, "fit")
+    return {SCRIPT: "hotlap run", SEARCH: "search", TREES: "trees", MANY: "fit_many"}.get(run.kind, "fit")
 
 
 def _each(trainings: Sequence[Training], made: Any) -> list[Block]:
     """The blocks of each training; with their names where there are several."""
-    named = len(trainings) > 1
-    return [block for one in trainings for block in made(one, one.name if named else "")]
+    return [block for one in trainings for block in made(one, one.name if len(trainings) > 1 else "")]
 
 
 # --- headline ------------------------------------------------------------------------------------------
@@ -106,12 +113,12 @@ def headline_of(run: RunFiles) -> tuple[str, list[str]]:
     """What a run came to in one line, and the lines below it."""
     first = run.trainings[0] if run.trainings else None
     speed = _speed(run, first)
-    score = score_words(run)
+    scored = score_words(run)
     lead: list[str] = []
-    if run.kind in (RECIPE, SEARCH):
-        headline, below = score or _unfinished(run), speed
+    if run.kind in (RECIPE, SEARCH, MANY):
+        headline, below = scored or _unfinished(run), speed
     else:
-        headline, below = speed or score or _unfinished(run), score if speed else ""
+        headline, below = speed or scored or _unfinished(run), scored if speed else ""
     lead += [line for line in (_whole(run, first), below) if line]
     if beaten := listing(run.state.get("beaten_by")):
         lead.insert(0, f"No model is better than {' or '.join(map(words, beaten))}.")
@@ -182,6 +189,9 @@ def score_words(run: RunFiles) -> str:
         chosen = ", ".join(f"{words(name)} {_short(one)}" for name, one in mapping(best.get("values")).items())
         trials = len(listing(run.search.get("trials")))
         return f"{words(run.search.get('monitor'))} {value:.4g} with {chosen}: the best of {trials:,} trials"
+    if run.kind == MANY:
+        spread = [f"{name} {low:.4g} to {high:.4g}" for name, low, high in _spread(run)[:3]]
+        return f"{len(run.trainings):,} trainings: {', '.join(spread)}" if spread else ""
     first = run.trainings[0] if run.trainings else None
     record = best_record(first) if first is not None else {}
     figures = {name: number(value) for name, value in record.items() if name not in (*NO_METRICS, ROUND)}
@@ -197,6 +207,19 @@ def best_trial(run: RunFiles) -> dict[str, Any]:
     """The best trial of a search."""
     trials = [mapping(one) for one in listing(run.search.get("trials"))]
     return next((one for one in trials if one.get("number") == (run.search.get("best") or ())), {})
+
+
+def _spread(run: RunFiles) -> list[tuple[str, float, float]]:
+    """The lowest and the highest of each score over all trainings."""
+    records = [best_record(one) for one in run.trainings]
+    names = dict.fromkeys(name for record in records for name in (*record, "valid_loss") if name not in NO_METRICS[:3])
+    left = ("train_loss", "lr", "elapsed_s", "samples", ROUND)
+    found = []
+    for name in names:
+        values = [value for record in records if (value := number(record.get(name))) is not None]
+        if values and name not in left:
+            found.append((words(name), min(values), max(values)))
+    return sorted(found, key=lambda one: one[0] == "valid_loss")
 
 
 def _recipe_score(run: RunFiles, by: Judged) -> str:
@@ -253,7 +276,7 @@ def time_of(run: RunFiles) -> float | None:
         known = [number(mapping(one).get("seconds")) for one in listing(run.search.get("trials"))]
         return sum(one for one in known if one is not None) or None
     first = run.trainings[0] if run.trainings else None
-    if first is None:
+    if first is None or run.kind == MANY:
         return None
     return number(first.ended.get("total_s")) or number(first.result.get("took_s"))
 
@@ -314,6 +337,23 @@ def _reuse(run: RunFiles) -> list[Block]:
     if run.kind == RECIPE and run.scores and not blocks:
         blocks.append(Text("A first run: nothing came from the cache. The same command again reads what it made."))
     return blocks
+
+
+def _jobs(run: RunFiles) -> list[Block]:
+    """The scores of trainings that belong together."""
+    if run.kind != MANY:
+        return []
+    names = [name for name, *_ in _spread(run)]
+    rows: list[tuple[Cell, ...]] = [
+        (
+            one.name,
+            *(score(number(best_record(one).get(name))) for name in names),
+            seconds(number(one.ended.get("total_s"))),
+            words(one.ended.get("stopped") or "not ended"),
+        )
+        for one in run.trainings
+    ]
+    return [Table(title="Trainings", head=("training", *names, "time", "ended"), rows=rows)]
 
 
 def _said(run: RunFiles) -> list[Block]:

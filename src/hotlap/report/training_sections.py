@@ -19,6 +19,8 @@ from hotlap.report.reading import RunFiles, Training, artefacts, listing, mappin
 
 MOST_METRICS, MOST_LISTED = 4, 60
 """Charts of metrics, and rows of a chart's table."""
+MOST_BOTH = 3
+"""Trainings whose training loss is drawn beside that on validation."""
 ROUND = "round"
 MARKS = {"kept": "+", "rejected": "-", "undecided": "-", "not tried": "–"}
 
@@ -155,7 +157,10 @@ def curves(
     steps = {one.name: one.history for one in trainings if one.history and ROUND not in one.history[0]}
     rounds = {one.name: one.history for one in trainings if one.history and ROUND in one.history[0]}
     blocks: list[Block] = []
-    if lines := loss_lines(steps):
+    lines = loss_lines(steps)
+    if len(steps) > MOST_BOTH and any(not line.is_train for line in lines):
+        lines = [line for line in lines if not line.is_train]
+    if lines:
         names = ("train_loss", "valid_loss")
         band = _band(others, "valid_loss")
         blocks.append(_curve("Loss", lines, steps, names, "step", band=band))
@@ -204,7 +209,7 @@ def _curve(
             cells = (count(number(record.get(over))), *(score(number(record.get(one))) for one in names))
             listed.append((name, *cells))
     many = any(len(run) > MOST_LISTED for run in runs.values())
-    notes = ["The table has a part of the records; `metrics.jsonl` has all" if many else ""]
+    notes = ["The table has a part of the records; metrics.jsonl has all" if many else ""]
     notes.append("The grey band spans the runs compared with" if band else "")
     table = Table(title=title, head=("training", over, *names), rows=listed)
     return Chart(title=title, picture=picture, table=table, note=". ".join(filter(None, notes)))

@@ -45,7 +45,7 @@ def usage(training: Training, name: str = "") -> list[Block]:
     """Charts of what was used, with the moments that matter."""
     samples = [one for one in training.samples if number(one.get("at")) is not None]
     if len(samples) < 3:
-        return []
+        return bound(training)
     begin = number(samples[0].get("at")) or 0.0
     events = _events(training, samples, begin)
     blocks: list[Block] = []
@@ -64,7 +64,17 @@ def usage(training: Training, name: str = "") -> list[Block]:
     said = f"{len(samples):,} samples"
     said += f"; for {show_seconds(gaps)} nobody looked" if gaps else ""
     marked = "; ".join(f"{show_seconds(at)}: {what}" for at, what in events)
-    return [Text(f"{name}: {said}." if name else f"{said[:1].upper()}{said[1:]}."), *blocks, *_marks(marked)]
+    first = Text(f"{name}: {said}." if name else f"{said[:1].upper()}{said[1:]}.")
+    return [*bound(training), first, *blocks, *_marks(marked)]
+
+
+def bound(training: Training) -> list[Block]:
+    """What bound the training when it was last looked at, and what answers that."""
+    found = mapping(training.live.get("bound"))
+    if not found.get("by"):
+        return []
+    answer = f" Answer: {words(found['answer'])}." if found.get("answer") else ""
+    return [Text(f"Bound by {words(found['by'])} at the end: {words(found.get('why'))}.{answer}")]
 
 
 def _marks(marked: str) -> list[Block]:
