@@ -1,12 +1,14 @@
 """How a training stands, as others see it while it runs and after it has ended."""
 
 import math
-import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from sampling import sample_eagerly, when
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import hotlap
 from hotlap import Job
@@ -15,16 +17,12 @@ from hotlap.core.ledger import Entry, Ledger
 from hotlap.core.plan import Plan
 from hotlap.engine.objective import Totals
 from hotlap.fitting.live import LAST_ENTRIES, MOST_LOSSES, FirstEpochWatch, LossCurve, Mark, ledger_lines
-from hotlap.monitor import sampler
 from hotlap.store.telemetry import LIVE, SAMPLES, read_live, read_samples
 
 
 @pytest.fixture
 def sampled(monkeypatch):
-    """Trainings that are sampled as often as can be."""
-    monkeypatch.setenv("HOTLAP_SAMPLES", "on")
-    for name, value in (("FIRST_S", 0.0), ("EVERY_S", 0.001), ("LIVE_S", 0.0), ("MOST_COST", 1e9)):
-        monkeypatch.setattr(sampler, name, value)
+    sample_eagerly(monkeypatch)
 
 
 def job(**changes):
@@ -36,12 +34,6 @@ def job(**changes):
         **{"model": model, "data": (x, y), "valid": (x, y), "loss": nn.CrossEntropyLoss(), "batch_size": 16,
            "optimizer": lambda p: torch.optim.SGD(p, lr=0.1), "epochs": 4, **changes}
     )  # fmt: skip
-
-
-def when(condition):
-    """Until the thread of the sampler has done something; only a hang fails."""
-    while not condition():
-        threading.Event().wait(0.002)
 
 
 def test_a_training_lays_out_how_it_stands_while_it_runs_and_how_it_ended(sampled, tmp_path):
@@ -93,6 +85,20 @@ def test_sampling_changes_no_bit_of_the_training(sampled, tmp_path, monkeypatch)
     assert not (tmp_path / "other" / SAMPLES).exists()
     weights = zip(sampled_run.model.parameters(), plain.model.parameters(), strict=True)
     assert all(torch.equal(one, other) for one, other in weights)
+
+
+def test_workers_that_are_forked_beside_the_sampler_bring_the_same_batches(sampled, tmp_path, monkeypatch):
+    def trained(name):
+        seen = job()
+        loader = DataLoader(TensorDataset(*seen.data), batch_size=16, num_workers=2)
+        given = replace(seen, data=loader, batch_size=None)
+        return hotlap.fit(given, out=tmp_path / name, progress=False, plan="off")
+
+    beside = trained("one")
+    assert read_samples(tmp_path / "one")
+    monkeypatch.setenv("HOTLAP_SAMPLES", "off")
+    plain = trained("other")
+    assert [record["train_loss"] for record in beside.history] == [record["train_loss"] for record in plain.history]
 
 
 def test_a_word_for_the_variable_that_is_not_known_is_refused_before_training(tmp_path, monkeypatch):

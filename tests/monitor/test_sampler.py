@@ -5,6 +5,7 @@ import signal
 import threading
 
 import pytest
+from sampling import sample_eagerly, sampler_threads, when
 
 from hotlap.core.errors import MachineError
 from hotlap.monitor import sampler as module
@@ -112,31 +113,17 @@ def test_whatever_fails_ends_the_sampling_and_nothing_else(made, clocks, tmp_pat
     assert sampler.is_over
 
 
-def wait_for(condition):
-    """Until a thread has done something; only a hang fails."""
-    done = threading.Event()
-    while not condition():
-        done.wait(0.005)
-
-
 @pytest.fixture
 def eager(monkeypatch):
-    """Samplers that read as often as they can."""
-    monkeypatch.setenv("HOTLAP_SAMPLES", "on")
-    monkeypatch.setattr(module, "FIRST_S", 0.0)
-    monkeypatch.setattr(module, "MOST_COST", 1e9)
-
-
-def threads():
-    return [thread for thread in threading.enumerate() if thread.name == "hotlap samples"]
+    sample_eagerly(monkeypatch)
 
 
 def test_while_it_is_open_a_daemon_thread_reads_and_afterwards_none_is_left(eager, tmp_path):
     with Sampler(tmp_path, dict, dict, every_s=0.001) as sampler:
-        (thread,) = threads()
+        (thread,) = sampler_threads()
         assert thread.daemon
-        wait_for(lambda: sampler.readings >= 3)
-    assert threads() == []
+        when(lambda: sampler.readings >= 3)
+    assert sampler_threads() == []
     assert read_live(tmp_path)["ended"] is True
     assert len(read_samples(tmp_path)) >= 3
 
@@ -147,13 +134,13 @@ def test_a_training_that_is_over_before_the_first_reading_leaves_nothing(monkeyp
     with Sampler(tmp_path, dict, dict):
         pass
     assert list(tmp_path.iterdir()) == []
-    assert threads() == []
+    assert sampler_threads() == []
 
 
 def test_it_is_turned_off_by_a_variable_and_another_word_is_refused(monkeypatch, tmp_path):
     monkeypatch.setenv("HOTLAP_SAMPLES", "off")
     with Sampler(tmp_path, dict, dict):
-        assert threads() == []
+        assert sampler_threads() == []
     monkeypatch.setenv("HOTLAP_SAMPLES", "no")
     with pytest.raises(MachineError, match="HOTLAP_SAMPLES='no' is not known: use on or off"):
         is_wanted()
@@ -168,20 +155,20 @@ def test_a_fork_finds_no_reading_half_done_and_the_sampler_goes_on_after_it(eage
 
     with Sampler(tmp_path, read, dict, every_s=0.0) as sampler:
         for _ in range(20):
-            wait_for(lambda before=sampler.readings: sampler.readings > before)
+            when(lambda before=sampler.readings: sampler.readings > before)
             pid = os.fork()
             if pid == 0:
                 # A lock that a thread of the parent held would never be free here.
-                is_free = inside.acquire(timeout=0) and not threads()
+                is_free = inside.acquire(timeout=0) and not sampler_threads()
                 os._exit(0 if is_free else 1)
             assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-            assert len(threads()) == 1
+            assert len(sampler_threads()) == 1
 
 
 def test_a_forked_child_may_end_a_sampler_of_its_parents_without_a_word(eager, tmp_path):
     sampler = Sampler(tmp_path, lambda: {"step": 1}, dict, every_s=0.001)
     with sampler:
-        wait_for(lambda: sampler.readings)
+        when(lambda: sampler.readings)
         pid = os.fork()
         if pid == 0:
             sampler.__exit__()

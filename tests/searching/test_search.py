@@ -18,6 +18,7 @@ from hotlap.fitting.task import Found
 from hotlap.searching import search as module
 from hotlap.searching.search import _Searching
 from hotlap.searching.space import checked_space
+from hotlap.store.telemetry import read_live
 from hotlap.trees.libraries import more_is_better
 
 SPACE = {"lr": (1e-3, 1.0, "log"), "width": [4, 8]}
@@ -332,3 +333,14 @@ def test_of_auc_more_is_better_and_of_mape_less():
     assert [more_is_better(one) for one in ("auc", "aucpr", "ndcg@5", "map", "map@3-", "mape", "rmse", "prex")] == [
         True, True, True, True, True, False, False, False
     ]  # fmt: skip
+
+
+def test_a_search_and_its_trials_lay_out_how_they_stand(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOTLAP_SAMPLES", "on")
+    searched(tmp_path / "search", trials=2)
+    live = read_live(tmp_path / "search")
+    assert (live["kind"], live["step"], live["steps"], live["ended"]) == ("search", 2, 2, True)
+    assert live["metrics"]["valid_loss"] > 0
+    monkeypatch.setenv("HOTLAP_SAMPLES", "off")
+    searched(tmp_path / "other", trials=1)
+    assert read_live(tmp_path / "other") is None

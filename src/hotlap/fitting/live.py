@@ -19,7 +19,7 @@ from hotlap.machine.catalogue import GpuModel, find_gpu
 from hotlap.machine.cuda import cuda_gpu
 from hotlap.monitor.first_epoch import LEAST_S, FirstEpoch
 from hotlap.monitor.hardware import GpuReader, HostReader, open_gpus
-from hotlap.monitor.verdict import Seen, headway, verdict
+from hotlap.monitor.verdict import Seen, Verdict, headway, verdict
 from hotlap.tuner.tuner import PlanChooser
 
 LOOK_S = 2.0
@@ -140,7 +140,7 @@ class LiveTraining:
         )
         told: dict[str, Any] = {}
         if found is not None:
-            told["bound"] = {"by": found.bound, "why": found.why, "share": found.share, "answer": found.answer}
+            told["bound"] = as_state(found)
         if diagnosed is not None and steps and seconds > 0:
             reached = headway(diagnosed[0], seconds / steps, rig.plan.numerics.precision, self._model)
             told["headway"] = {"mfu": reached.mfu, "floor_s": reached.floor_s, "line": reached.line}
@@ -255,6 +255,11 @@ class FirstEpochWatch:
             first_bytes=self._bytes,
             last_bytes=held,
         )
+
+
+def as_state(found: Verdict) -> dict[str, Any]:
+    """A verdict as `live.json` has it."""
+    return {"by": found.bound, "why": found.why, "share": found.share, "answer": found.answer}
 
 
 def ledger_lines(ledger: Ledger) -> list[dict[str, Any]]:

@@ -83,6 +83,11 @@ class IdleCounter:
             self.steps = 0
         return self._summary
 
+    @property
+    def summary_before(self) -> TrainingSummary | None:
+        """The summary without the `steps` since; reading it changes nothing, so that another thread may."""
+        return self._summary
+
     def go_on(self, steps: int) -> None:
         """The script has returned to this training, and has made this many steps of it by now."""
         summary, self.last = self.summary, time.perf_counter()

@@ -12,8 +12,9 @@ import torch
 
 from hotlap.core.ledger import Ledger
 from hotlap.core.plan import Plan
-from hotlap.fitting.live import MARKS, gpu_of, ledger_lines, sample_of
+from hotlap.fitting.live import MARKS, as_state, gpu_of, ledger_lines, sample_of
 from hotlap.monitor.hardware import HostReader
+from hotlap.monitor.verdict import Seen, verdict
 from hotlap.tuner.budget import Length
 
 
@@ -36,6 +37,7 @@ class LiveScript:
         self._host, self._gpu = HostReader(folder), gpu_of(device)[0]
         self._began_s, self._last = time.perf_counter(), Standing(0, Length(0), Plan(), Ledger(), False)
         self._marks: deque[tuple[float, int]] = deque([(self._began_s, 0)], maxlen=MARKS)
+        self._samples: deque[dict[str, Any]] = deque(maxlen=MARKS)
 
     def read(self) -> dict[str, Any]:
         """The figures of a sample."""
@@ -47,7 +49,9 @@ class LiveScript:
         now, standing = time.perf_counter(), self._last
         since_s, before = self._marks[0]
         self._marks.append((now, standing.updates))
-        rate = max(0, standing.updates - before) / max(1e-9, now - since_s)
+        self._samples.append(sample)
+        made, seconds = max(0, standing.updates - before), max(1e-9, now - since_s)
+        rate = made / seconds
         total = standing.length.updates if standing.length.known else None
         return {
             "kind": "run",
@@ -63,4 +67,11 @@ class LiveScript:
             "plan": str(standing.plan),
             "is_tuning": standing.is_tuning,
             "ledger": ledger_lines(standing.ledger),
+            **self._bound(seconds, made, standing.plan),
         }
+
+    def _bound(self, seconds: float, made: int, plan: Plan) -> dict[str, Any]:
+        """What bounds it, as far as a GPU shows that: hotlap times nothing in a script that it leaves alone."""
+        on_gpu = self._device.type == "cuda"
+        found = verdict(Seen(seconds=seconds, steps=made, on_gpu=True, samples=tuple(self._samples), plan=plan))
+        return {"bound": as_state(found)} if on_gpu and found is not None and found.bound != "computing" else {}

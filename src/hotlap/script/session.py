@@ -509,7 +509,7 @@ class Session:
     def _standing(self) -> Standing | None:
         """How the training stands, for the thread of the sampler: it changes nothing."""
         tuning, idle = self._tuning, self._idle
-        summary = idle._summary if idle is not None else None
+        summary = idle.summary_before if idle is not None else None
         if tuning is not None:
             training, steps = tuning.training, idle.steps if idle is not None else 0
             updates = training.before + training.steps + steps
