@@ -112,7 +112,7 @@ def test_a_second_run_reads_its_models_from_the_cache_and_says_what_that_saved(f
 def test_a_run_holds_no_pickle_and_answers_where_it_is_unpacked(finished, tmp_path):
     run, _, _, _ = finished
     kinds = {path.suffix for path in run.rglob("*") if path.is_file() and path.name not in ("lock", "checkpoints.made")}
-    assert kinds <= {".safetensors", ".json", ".jsonl", ".toml", ".csv", ".svg", ".txt"}
+    assert kinds <= {".safetensors", ".json", ".jsonl", ".toml", ".csv", ".svg", ".txt", ".html"}
     for words in (["pack", run, tmp_path / "run.zip"], ["unpack", tmp_path / "run.zip", tmp_path / "home"]):
         assert CliRunner().invoke(app, list(map(str, words))).exit_code == 0
     with (run / "predictions.csv").open() as file:

@@ -120,7 +120,7 @@ def test_a_second_run_reads_all_from_the_cache_and_says_what_that_saved(finished
 def test_a_run_holds_no_pickle_and_answers_where_it_is_unpacked(finished, tmp_path):
     run, test, _, _ = finished
     files = [path for path in run.rglob("*") if path.is_file() and path.name not in ("lock", "checkpoints.made")]
-    assert {path.suffix for path in files} <= {".safetensors", ".json", ".jsonl", ".toml", ".csv", ".svg"}
+    assert {path.suffix for path in files} <= {".safetensors", ".json", ".jsonl", ".toml", ".csv", ".svg", ".html"}
     for words in (["pack", run, tmp_path / "run.zip"], ["unpack", tmp_path / "run.zip", tmp_path / "home"]):
         assert CliRunner().invoke(app, list(map(str, words))).exit_code == 0
     given = [{name: row[name] for name in ("title", "about", "packaging", "days")} for row in rows_of(test)]
@@ -287,7 +287,7 @@ def test_data_that_will_not_do_is_refused_in_a_line(tmp_path, head, change, more
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"log": "perhaps"}, "log='perhaps' must be one of auto, yes, no"),
+        ({"log_price": "perhaps"}, "log_price='perhaps' must be one of auto, yes, no"),
         ({"trees": "forest"}, "trees='forest' must be one of xgboost, lightgbm"),
         ({"accumulate": 0}, "accumulate=0 must be at least 1"),
         ({"parts": -1}, "parts=-1 must be from 0"),
@@ -305,12 +305,12 @@ def test_prices_are_learnt_in_logarithms_where_these_are_less_skewed_and_all_are
     assert looked_at(products_file(tmp_path / "products.csv", 60), lines)._in_logs()
     even = changed(tmp_path, PLAIN, lambda at, name, one: 100 + at if name == "price" else one)
     assert not looked_at(even, lines)._in_logs()
-    assert looked_at(even, lines, log="yes")._in_logs()
+    assert looked_at(even, lines, log_price="yes")._in_logs()
     free = changed(tmp_path, PLAIN, lambda at, name, one: at if name == "price" else one)
     assert not looked_at(free, lines)._in_logs()
     assert lines[-1] == "target    price is learnt as it is, since some are 0 or less"
-    with pytest.raises(DataError, match=r"log=yes needs values above 0, and the target 'price' is 0 in row 1 of"):
-        looked_at(free, log="yes")._in_logs()
+    with pytest.raises(DataError, match=r"log_price=yes needs values above 0, and the target 'price' is 0 in row 1 of"):
+        looked_at(free, log_price="yes")._in_logs()
 
 
 def test_the_features_can_be_named_and_pictures_and_ids_are_else_left_out(tmp_path):

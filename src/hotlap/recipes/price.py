@@ -72,7 +72,7 @@ class PriceOptions(TextOptions):
     pictures: str = option("", "a column of files of pictures, for the encoder to see")
     root: str = option("", "the folder that paths of pictures begin at; the default is that of the file")
     size: int = option(64, "pixels along a side of a picture", most=1024)
-    log: str = option("auto", "learn the logarithm of the price: yes, no, or auto, where it is less skewed")
+    log_price: str = option("auto", "learn the logarithm of the price: yes, no, or auto, where it is less skewed")
     accumulate: int = option(1, "batches that make an update")
     most: int = option(384, "most tokens of a text", most=65_536)
     parts: int = option(32, "numbers that word counts are reduced to; 0: none", most=1000)
@@ -88,7 +88,7 @@ class PriceOptions(TextOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         wrong = below_one(self, "accumulate", "rounds") + outside(self, parts=(0, 1000))
-        wrong += unknown_words(self, log=LOGS, trees=LIBRARIES)
+        wrong += unknown_words(self, log_price=LOGS, trees=LIBRARIES)
         if self.onnx:
             wrong.append("onnx=True is not for a price, which a blend of models answers; leave it out")
         wrong += outside(self, size=(16, 1024))
@@ -182,16 +182,16 @@ class PriceRecipe(TextRecipe):
 
     def _in_logs(self) -> bool:
         """Whether models learn logarithms: as asked, or where these are less skewed in the rows to train on."""
-        asked, name = LOGS[self.options.log], self.target
+        asked, name = LOGS[self.options.log_price], self.target
         low = [side for side in (self.train, self.held) if side.target.min() <= 0]
         if low and asked:
             row, least = low[0].rows[low[0].target.argmin()] + 1, low[0].target.min()
             raise DataError(
-                f"log=yes needs values above 0, and the target {name!r} is {least:g} in row {row:,} of "
-                f"{low[0].whole.path}; correct it, or leave --log out"
+                f"log_price=yes needs values above 0, and the target {name!r} is {least:g} in row {row:,} of "
+                f"{low[0].whole.path}; correct it, or leave --log-price out"
             )
         if low or asked is not None:
-            why = "since some are 0 or less" if low and asked is None else f"as log={self.options.log} says"
+            why = "since some are 0 or less" if low and asked is None else f"as log_price={self.options.log_price} says"
             self.say(f"target    {name} is learnt {'in logarithms' if asked else 'as it is'}, {why}")
             return bool(asked)
         plain, logs = skewness(self.train.target), skewness(np.log(self.train.target))
