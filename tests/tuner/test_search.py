@@ -17,7 +17,7 @@ from hotlap.core.plan import Feed, Plan
 from hotlap.machine import DtypeFact, Support
 from hotlap.moves import CAPTURED, FUSED, MOVES, PRECISION, RESIDENT
 from hotlap.tuner import search as search_room
-from hotlap.tuner.budget import Length
+from hotlap.tuner.budget import Budget, Length, check_allowed
 from hotlap.tuner.known import Found
 from hotlap.tuner.laps import Lap
 from hotlap.tuner.probe import CountingProbe
@@ -555,6 +555,18 @@ def test_what_an_earlier_run_could_not_pay_for_is_still_tried():
     assert "workers that fetch ahead" in memory.known.rejected
 
 
+def test_a_plan_found_before_whose_laps_a_run_ended_too_early_for_is_undecided():
+    rig = rig_for()
+    search = searching(rig, 200_000, gate=Gatekeeper(), known=Memory(found_by(rig)))
+    asks = search.run()
+    wanted = next(asks)
+    while wanted == search.baseline:
+        wanted = asks.send(lap_of(0.001, 0.009, 6))
+    assert wanted == found_by(rig).plan
+    search.cut_short()
+    assert outcomes(rig)[RESIDENT.name][0] == "undecided"
+
+
 def test_what_an_earlier_run_has_rejected_is_not_tried_again():
     rig = rig_for()
     memory = Memory(found_by(rig, rejected={"fused optimizer": "no gain worth having"}))
@@ -811,6 +823,62 @@ def test_a_gate_of_what_was_seen_at_a_glance_may_take_longer_than_was_thought(ga
     drive(search, narrower(gain))
     assert (may[0] > may[1]) == goes_on
     assert all(allowed == pytest.approx(left) for allowed, left in zip(may[2::2], may[3::2], strict=True))
+
+
+@pytest.fixture
+def stopped(clock, monkeypatch):
+    """A gate that takes for ever, and is stopped once what may be spent is over; the seconds that pass are planted."""
+    monkeypatch.setattr("hotlap.tuner.budget.time", clock)
+
+    def check(plan):
+        for _ in range(1_000_000):
+            clock.now_s += 0.001
+            check_allowed()
+        raise AssertionError("nothing stops the gate")
+
+    return check
+
+
+@pytest.mark.parametrize("updates", [3_000, 20_000])
+@pytest.mark.parametrize("gain", [1.3, 4.0, 20.0])
+def test_a_hopeful_gate_that_fails_costs_no_more_of_a_script_than_may_be_lost(updates, gain, dear_moves, stopped):
+    lost = {}
+    for most_lost in (0.02, math.inf):
+        rig, gate = rig_for(), Gatekeeper()
+        gate.check = stopped
+        probe = Glancing(rig, narrower(gain))
+        search = searching(rig, updates, gate=gate, probe=probe, most_lost=most_lost)
+        drive(search, narrower(gain))
+        run_s = updates * sum(narrower(gain)(search.baseline))
+        lost[most_lost] = (search.budget.spent_s - search.budget.saved_s) / run_s
+    assert lost[0.02] <= 0.0201
+    if gain == 4.0 and updates == 20_000:
+        assert lost[math.inf] > 0.1, "without a bound, hope costs a tenth of the run"
+
+
+@pytest.mark.parametrize("slower", [1.5, 10.0])
+def test_laps_that_belie_a_glance_cost_no_more_of_a_script_than_may_be_lost(slower, dear_moves):
+    rig, updates = rig_for(), 20_000
+    real = narrower(1 / slower)
+    search = searching(rig, updates, gate=Gatekeeper(), probe=Glancing(rig, narrower(8.0)), most_lost=0.02)
+    drive(search, real, setup_s=0.3)
+    run_s, a_lap_s = updates * sum(real(search.baseline)), 6 * sum(real(search.baseline)) * slower
+    assert search.budget.spent_s - search.budget.saved_s <= 0.02 * run_s + a_lap_s + 0.3
+    assert rig.plan.numerics.precision == search.baseline.numerics.precision
+
+
+def test_what_was_saved_may_be_spent_beyond_what_may_be_lost():
+    budget = Budget(base_s=0.01, length=lambda: Length(1000), most_lost=0.02)
+    budget.is_hopeful = budget.is_seen = True
+    budget.hoped_s = 8.0
+    assert budget.left_s == pytest.approx(0.2)
+    assert budget.overdraft_s == pytest.approx(0.0)
+    budget.made(10, 0.25)  # 0.15 s beyond the user's own pace
+    assert budget.left_s == pytest.approx(0.05)
+    budget.made(100, 0.5)  # 0.5 s less
+    assert budget.left_s == pytest.approx(0.55)
+    named = Budget(base_s=0.01, length=lambda: Length(1000), most_s=5.0, most_lost=0.02)
+    assert named.left_s == 5.0, "what the user names is what may be spent"
 
 
 def test_hope_is_for_one_trial_and_told_where_it_came_to_nothing(dear_moves):

@@ -1,7 +1,8 @@
 """What tuning may cost: a small share of the run, a quarter of what it has saved already, a tenth of what it will.
 
 The share is larger where the training was seen to wait for what moves can spare it: there, a trial that fails costs
-little beside what one that succeeds saves. The same holds of what was seen to be much faster at a glance.
+little beside what one that succeeds saves. The same holds of what was seen to be much faster at a glance. In a script
+all of that together stays below what may be lost if every trial fails.
 """
 
 from __future__ import annotations
@@ -42,11 +43,21 @@ class Length(NamedTuple):
 class Budget:
     """Seconds beyond what the same updates would have taken under the user's own plan."""
 
-    def __init__(self, *, base_s: float, length: Callable[[], Length], most_s: float | None = None) -> None:
-        """`most_s` is what the user lets it cost, whatever the run takes and tuning saves."""
+    def __init__(
+        self,
+        *,
+        base_s: float,
+        length: Callable[[], Length],
+        most_s: float | None = None,
+        most_lost: float = math.inf,
+    ) -> None:
+        """`most_s` is what the user lets it cost, whatever the run takes and tuning saves.
+
+        `most_lost` is the share of the run that may be lost if nothing comes of what is only hoped for.
+        """
         self.base_s = base_s
         """Seconds an update under the user's own plan, as last measured: a machine's pace changes."""
-        self._length, self._most_s = length, most_s
+        self._length, self._most_s, self._most_lost = length, most_s, most_lost
         self.is_hopeful = False
         """Whether it was measured that there is much to be had."""
         self.spent_s = 0.0
@@ -65,12 +76,19 @@ class Budget:
         """What may be spent in all, as things state."""
         if self._most_s is not None:
             return self._most_s
-        return min(self.most_s, self._earned_s + OF_HOPED * self.hoped_s)
+        return min(self.most_s, self._unlost_s, self._earned_s + OF_HOPED * self.hoped_s)
 
     @property
     def most_s(self) -> float:
         """What may be spent in all at the very most, whatever is saved."""
         return self._most_s if self._most_s is not None else MOST_S
+
+    @property
+    def _unlost_s(self) -> float:
+        """What may be spent in all so that the run takes at most `most_lost` longer, whatever comes of the trials."""
+        if math.isinf(self._most_lost):
+            return math.inf
+        return self._most_lost * self.base_s * self._length().updates + self.saved_s + OF_COMING * self.coming_s
 
     @property
     def _earned_s(self) -> float:
@@ -85,17 +103,20 @@ class Budget:
         if self._most_s is not None or not self.is_seen or not self.hoped_s:
             return self.all_s - self.spent_s
         left_s = max(0.0, self._earned_s - self.spent_s) + OF_HOPED * self.hoped_s
-        return min(left_s, self.most_s - self.spent_s)
+        return min(left_s, self.most_s - self.spent_s, self._unlost_s - self.spent_s)
 
     @property
     def sure_s(self) -> float:
         """What may still be spent, whatever is hoped for."""
-        return self.left_s - (OF_HOPED * self.hoped_s if self._most_s is None else 0.0)
+        if self._most_s is not None:
+            return self.left_s
+        return min(self.most_s, self._unlost_s, self._earned_s) - self.spent_s
 
     @property
     def overdraft_s(self) -> float:
         """How much longer than thought a gate may take before all of it is lost: what was seen would pay for it."""
-        return OF_HOPED * self.hoped_s if self.is_seen and self._most_s is None else 0.0
+        hoped_s = OF_HOPED * self.hoped_s if self.is_seen and self._most_s is None else 0.0
+        return min(hoped_s, max(0.0, self._unlost_s - self.spent_s - self.left_s))
 
     @property
     def net_s(self) -> float:

@@ -71,9 +71,10 @@ class Search:
         gate: Judge,
         probe: Probe,
         most_s: float | None = None,
+        most_lost: float = math.inf,
         known: KnownPlans | None = None,
     ) -> None:
-        self._rig, self._length, self._most_s = rig, length, most_s
+        self._rig, self._length, self._most_s, self._most_lost = rig, length, most_s, most_lost
         self._now = SearchState(rig, moves=(*MOVES, *OTHERS), length=length, probe=probe)
         self.gate, self.probe, self._known = gate, probe, known
         self._postponed: dict[Move, float] = {}
@@ -115,7 +116,9 @@ class Search:
     def run(self) -> Laps:
         """Give the plans to be timed, until nothing more is worth a trial."""
         lap = yield from self._pace_of_user()
-        budget = self.budget = Budget(base_s=lap.step_s, length=self._length, most_s=self._most_s)
+        budget = self.budget = Budget(
+            base_s=lap.step_s, length=self._length, most_s=self._most_s, most_lost=self._most_lost
+        )
         trials = self._trials = Trials(self._rig, self.gate, budget, self.baseline)
         self._now.begin(trials, lap)
         budget.is_hopeful = self._rig.device.type == "cuda"  # until it has been looked at
@@ -302,7 +305,7 @@ class Search:
         if why_not is not None:
             self._trials.write(FOUND_BEFORE, "rejected", why=why_not)
             return
-        tried = yield from self._trials.compare(self.baseline, found.plan, settled=self.baseline, may_lose_s=may_s)
+        tried = yield from self._laps_of(moves, found.plan, may_lose_s=may_s)
         if not tried.accepted:
             self._trials.write(FOUND_BEFORE, "rejected", why=tried.words, figures=tried.figures, cost_s=tried.cost_s)
             return
@@ -553,10 +556,12 @@ class Search:
             else:
                 self._trials.refuse(move, "rejected", tried.words, tried)
 
-    def _laps_of(self, moves: Sequence[Move], plan: Plan) -> Generator[Plan | Rest, Lap, Tried]:
+    def _laps_of(
+        self, moves: Sequence[Move], plan: Plan, may_lose_s: float | None = None
+    ) -> Generator[Plan | Rest, Lap, Tried]:
         """Compare the plan that these moves have made with the one settled on."""
         self._on_trial = moves
-        tried = yield from self._trials.compare(self.plan, plan, settled=self.plan)
+        tried = yield from self._trials.compare(self.plan, plan, settled=self.plan, may_lose_s=may_lose_s)
         self._on_trial = ()
         return tried
 

@@ -205,8 +205,9 @@ class Tuner(PlanChooser):
             tuner.stepped(batch.updates)
         tuner.ended()
 
-    `updates` is how many there will be in all; `most_s` how many seconds tuning may cost at most. `period` says after
-    how many updates something else than an epoch's end cuts in, such as an evaluation. `found` is a plan that an
+    `updates` is how many there will be in all; `most_s` how many seconds tuning may cost at most; `most_lost` which
+    share of the run it may cost before it has saved as much. `period` says after how many updates something else than
+    an epoch's end cuts in, such as an evaluation. `found` is a plan that an
     earlier process has found for this very training: then nothing is searched for, and it is only looked after.
     A training that is no Rig brings what judges its plans, and what probes it; `few_windows` is that of `LapClock`.
     """
@@ -217,6 +218,7 @@ class Tuner(PlanChooser):
         *,
         updates: int | Callable[[], Length],
         most_s: float | None = None,
+        most_lost: float = math.inf,
         period: int | None = None,
         few_windows: int = 0,
         known: KnownPlans | None = None,
@@ -229,7 +231,9 @@ class Tuner(PlanChooser):
             assert isinstance(rig, Rig), "for any other training, name its gate and its probe"
             gate, probe = gate or Gate(rig, rig.plan), probe or CountingProbe(rig)
         length = partial(Length, updates) if isinstance(updates, int) else updates
-        self._search = Search(rig, length=length, gate=gate, probe=probe, most_s=most_s, known=known)
+        self._search = Search(
+            rig, length=length, gate=gate, probe=probe, most_s=most_s, most_lost=most_lost, known=known
+        )
         self._asks = self._search.run()
         self._clock = LapClock(rig, period=period, few_windows=few_windows)
         self._may_s = math.inf
