@@ -1095,7 +1095,10 @@ def test_what_cannot_be_captured_is_given_up_with_the_reason_and_runs_as_ever(ki
     [
         ((torch.randn(4, 6), SimpleNamespace()), "more than tensors and plain values"),
         ((torch.randn(4, 6), torch.ones(2, device="meta")), "lies on meta"),
-        ((torch.randn(4, 6), torch.ones(2).to_sparse()), "more than tensors and plain values"),
+        (
+            (torch.randn(4, 6), torch.ones(2).to_sparse()),
+            "a tensor is sparse coo: how many entries it holds may change",
+        ),
         ((torch.randn(4, 6), torch.nn.utils.rnn.pack_sequence([torch.ones(2)])), "more than tensors and plain"),
     ],
 )

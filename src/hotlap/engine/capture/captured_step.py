@@ -477,11 +477,17 @@ class BatchError(Exception):
     """A batch holds something that a capture cannot read."""
 
 
+def why_not_dense(tensor: Tensor) -> str:
+    """Why a tensor of another layout than torch's usual one is not recorded."""
+    kind = str(tensor.layout).removeprefix("torch.").replace("_", " ")
+    return f"a tensor is {kind}: how many entries it holds may change, and a replay cannot follow"
+
+
 def shape_of(batch: Batch) -> Hashable:
     """The containers, shapes, dtypes and strides by which a capture tells batches apart. Else it raises BatchError."""
     if isinstance(batch, Tensor):
         if batch.layout != torch.strided:
-            raise BatchError
+            raise BatchError(why_not_dense(batch))
         return (tuple(batch.shape), batch.dtype, batch.stride())
     if isinstance(batch, Mapping):
         return (type(batch), tuple(batch), tuple(shape_of(part) for part in batch.values()))

@@ -15,7 +15,14 @@ from hotlap.core.torch_private import current_graph_task_id, keeps_graph
 from hotlap.core.tricks import COUNTED_NORMS, GRADIENTS_IN_PLACE, REPLAYED_EVALUATION, REWIRED_LAYERS
 from hotlap.data.sources import tensors_in
 from hotlap.engine.assists.rewiring import rewire
-from hotlap.engine.capture.captured_step import MOST_GRAPHS, PATIENCE, WARM_UPDATES, BatchError, shape_of
+from hotlap.engine.capture.captured_step import (
+    MOST_GRAPHS,
+    PATIENCE,
+    WARM_UPDATES,
+    BatchError,
+    shape_of,
+    why_not_dense,
+)
 from hotlap.engine.capture.fingerprint import QuickCheck, fingerprint
 from hotlap.engine.capture.recording import NotRecordedError, Watch, current_stream, settle_dropout
 from hotlap.script.calls.autograd_bridge import ParameterAliases, bridged_outputs
@@ -376,7 +383,7 @@ def _key_of(device: torch.device, args: Any, kwargs: Any) -> tuple[Hashable, lis
         if type(tensor) not in (Tensor, nn.Parameter):
             raise BatchError(f"an argument is a {type(tensor).__name__}")
         if tensor.layout is not torch.strided:
-            raise BatchError
+            raise BatchError(why_not_dense(tensor))
         facts.append((tensor.shape, tensor.dtype, tensor.stride(), tensor.requires_grad))
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     return (shape, tuple(facts), autocast, torch.get_default_dtype()), tensors
