@@ -165,6 +165,17 @@ def test_a_fork_finds_no_reading_half_done_and_the_sampler_goes_on_after_it(eage
             assert len(sampler_threads()) == 1
 
 
+def test_forks_put_no_reading_off(eager, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "FIRST_S", 0.2)
+    with Sampler(tmp_path, dict, dict, every_s=1e6) as sampler:  # one that waited anew would never read
+        for _ in range(3):
+            pid = os.fork()
+            if pid == 0:
+                os._exit(0)
+            os.waitpid(pid, 0)
+        when(lambda: sampler.readings == 1)
+
+
 def test_a_forked_child_may_end_a_sampler_of_its_parents_without_a_word(eager, tmp_path):
     sampler = Sampler(tmp_path, lambda: {"step": 1}, dict, every_s=0.001)
     with sampler:

@@ -95,6 +95,16 @@ def test_lowered_clocks_are_named():
     assert line.style == "yellow"
 
 
+def test_processes_on_a_gpu_are_counted():
+    assert "       1,650 of 1,980 MHz  54 °C  PCIe 1.0 MiB/s in  2 processes" in text(gpus=[{**CARD, "others": 2}])
+    assert any(line.endswith("  1 process") for line in text(gpus=[{**CARD, "others": 1}]))
+
+
+def test_a_note_is_whole_in_any_width():
+    note = "a note of many words " * 10
+    assert " ".join(" ".join(text(note=note, width=40)[-8:]).split()).endswith(note.strip())
+
+
 def test_without_a_gpu_it_says_why():
     assert "GPU    none to be seen: no driver" in text(gpus=(), gpu_why="no driver")
 

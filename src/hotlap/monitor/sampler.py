@@ -61,7 +61,7 @@ class Sampler:
         self._live_s, self._began_s = -math.inf, clock()
         self._took_s = 0.0
         self._thread: threading.Thread | None = None
-        self._end = threading.Event()
+        self._end, self._due_s = threading.Event(), 0.0
         self.spent_s = 0.0
         """Seconds of a core that all readings have taken."""
         self.readings = 0
@@ -128,6 +128,7 @@ class Sampler:
     # --- the thread ----------------------------------------------------------------------------------
 
     def _begin(self, first_s: float) -> None:
+        self._due_s = time.monotonic() + first_s
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(first_s, self._end), name="hotlap samples", daemon=True)
         self._thread.start()
@@ -136,6 +137,7 @@ class Sampler:
         while not self.is_over and not end.wait(wait_s):
             self.tick()
             wait_s = self.wait_s
+            self._due_s = time.monotonic() + wait_s
 
     def _pause(self, timeout_s: float) -> None:
         """End the thread; one that hangs in the driver or on a disk is left behind, and ends by itself."""
@@ -146,7 +148,8 @@ class Sampler:
 
     def _go_on(self) -> None:
         if not self.is_over:
-            self._begin(self.wait_s)
+            # Where forks come often, the next reading is due all the same.
+            self._begin(max(0.0, self._due_s - time.monotonic()))
 
 
 def is_wanted() -> bool:

@@ -65,7 +65,7 @@ def lines(view: View, width: int, height: int | None = None) -> list[Line]:
     clock = time.strftime("%H:%M:%S", time.localtime(view.at))
     head = [Line(f"{'hotlap watch':<{width - len(clock)}}{clock}", "bold"), *_machine(view, width)]
     below = [*([Line(""), *_outside(view.process)] if view.process is not None else [])]
-    below += [Line(""), Line(view.note)] if view.note else []
+    below += [Line(""), *map(Line, textwrap.wrap(view.note, width))] if view.note else []
     room = None if height is None else height - len(head) - len(below)
     shown = [*head, *_trainings(view, width, room), *below]
     fitted = [part for line in shown for part in _cut(line, width)]
@@ -125,6 +125,8 @@ def _gpu(gpu: dict[str, Any]) -> Iterator[Line]:
         second.append(f"{gpu['temperature_c']:.0f} °C")
     if "pcie_in_bytes_per_s" in gpu:
         second.append(f"PCIe {show_bytes(gpu['pcie_in_bytes_per_s'])}/s in")
+    if gpu.get("others"):
+        second.append(_counted(gpu["others"], "process", "processes"))
     if gpu.get("throttled"):
         second.append(f"clocks lowered: {', '.join(gpu['throttled'])}")
     if second:
@@ -265,15 +267,21 @@ def _outside(process: dict[str, Any]) -> Iterator[Line]:
         yield Line(_labelled("unseen", process["why"]))
         return
     children = process["children"]
-    worker_words = f", {children} child processes with {show_bytes(process['children_ram_bytes'])}" if children else ""
-    yield Line(_labelled("running", f"for {show_seconds(process['seconds'])}, {process['threads']} threads"))
+    held = f" with {show_bytes(process['children_ram_bytes'])}"
+    worker_words = f", {_counted(children, 'child process', 'child processes')}{held}" if children else ""
+    threads = _counted(process["threads"], "thread", "threads")
+    yield Line(_labelled("running", f"for {show_seconds(process['seconds'])}, {threads}"))
     yield Line(_labelled("work", f"{process['cores_busy']:.2f} cores"))
     yield Line(_labelled("memory", f"{show_bytes(process['ram_bytes'])} of RAM{worker_words}"))
-    held = ", ".join(f"GPU {index}" for index in process["gpus"])
-    yield Line(_labelled("on", held or "no GPU that the driver tells of"))
+    gpus = ", ".join(f"GPU {index}" for index in process["gpus"])
+    yield Line(_labelled("on", gpus or "no GPU that the driver tells of"))
 
 
 # --- signs ---------------------------------------------------------------------------------------------------------
+
+
+def _counted(count: int, one: str, many: str) -> str:
+    return f"{count:,} {one if count == 1 else many}"
 
 
 def _labelled(label: str, text: str) -> str:
