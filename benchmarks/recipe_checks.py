@@ -36,18 +36,18 @@ TARGETS = ("HUFL", "HULL", "MUFL", "MULL", "LUFL", "LULL", "OT")
 SCORES = {"price": "smape", "forecast": "scaled_rmse"}
 
 
-def shuffled(path: Path, new: Path, names: tuple[str, ...], *, keep: tuple[str, ...] = ()) -> Path:
-    """The same table with these columns of other rows; only those to `keep` stand beside them, if any are named."""
+def shuffled(path: Path, new: Path, names: tuple[str, ...], *, beside: str = "") -> Path:
+    """The table with these columns of other rows; where a column is named, only that one stands beside them."""
     with path.open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     order = np.random.default_rng(0).permutation(len(rows))
-    header = [*keep, *names] if keep else list(rows[0])
+    kept = [beside] if beside else [name for name in rows[0] if name not in names]
     with new.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, header, extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(
-            {**row, **{name: rows[at][name] for name in names}} for row, at in zip(rows, order, strict=True)
-        )
+        writer = csv.writer(file)
+        # Other names than those of the inputs: a recipe reads no column that is a target.
+        writer.writerow([*kept, *(f"another {name}" for name in names)])
+        for row, at in zip(rows, order, strict=True):
+            writer.writerow([*(row[name] for name in kept), *(rows[at][name] for name in names)])
     return new
 
 
@@ -84,7 +84,9 @@ def price(rows: int, folder: Path) -> list[str]:
     small = {"target": "price", "weights": "scratch", "epochs": 4}
     plain = report_of("price", data, folder / "as it is", **small)
     other = shuffled(data, folder / "shuffled.csv", ("price",))
-    return problems("price", plain, report_of("price", other, folder / "shuffled", **small))
+    return problems(
+        "price", plain, report_of("price", other, folder / "shuffled", **{**small, "target": "another price"})
+    )
 
 
 def forecast(rows: int, folder: Path, source: Path) -> list[str]:
@@ -93,7 +95,7 @@ def forecast(rows: int, folder: Path, source: Path) -> list[str]:
     data = folder / "ETTh1.csv"
     data.write_text("".join(lines), encoding="utf-8")
     plain = report_of("forecast", data, folder / "as it is", targets=TARGETS, ahead="24", season=24)
-    other = shuffled(data, folder / "targets.csv", TARGETS, keep=("date",))
+    other = shuffled(data, folder / "targets.csv", TARGETS, beside="date")
     chance = report_of("forecast", data, folder / "shuffled", targets=str(other), season=24)
     return problems("forecast", plain, chance)
 
