@@ -149,6 +149,7 @@ foreach_unscale_: Callable[..., None] = _find("torch:_amp_foreach_non_finite_che
 update_scale_: Callable[..., Any] = _find("torch:_amp_update_scale_", "plans in fp16")
 tree_leaves: Callable[..., list[Any]] = _find("torch.utils._pytree:tree_leaves", _MEASURE)
 storage_use_count: Callable[[int], int] = _find("torch._C:_storage_Use_Count", _CALLS)
+loader_signals: Any = _find("torch.utils.data._utils:signal_handling", "workers that die")
 pin_memory: Callable[[Any], Any] = _find("torch.utils.data._utils.pin_memory:pin_memory", _FEEDS)
 
 # --- operators -----------------------------------------------------------------------------------------

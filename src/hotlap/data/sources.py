@@ -152,7 +152,12 @@ class Source:
     def read(self, indices: Sequence[int]) -> list[Any]:
         """The samples at these indices, with one call where the dataset has `__getitems__`."""
         if not self._answers_many:
-            return [self.samples[index] for index in indices]
+            last = None
+            try:
+                return [self.samples[last := index] for index in indices]
+            except Exception as error:
+                error.add_note(f"hotlap: while fetching sample {last} of {type(self.samples).__name__}")
+                raise
         found = list(self.samples.__getitems__(list(indices)))
         if len(found) != len(indices):
             raise DataError(

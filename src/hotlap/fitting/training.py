@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from hotlap.engine.objective import PendingMean
 from hotlap.engine.step import Window, is_out_of_memory
 from hotlap.fitting.deadline import Deadline, span_schedule
 from hotlap.fitting.live import LOOK_S, LiveTraining
+from hotlap.fitting.lost_workers import LostWorkers, deaths_told_by_the_feed, is_lost
 from hotlap.fitting.metric_logs import MetricLogs
 from hotlap.fitting.progress import Pace, format_record, status
 from hotlap.fitting.record import resume_words
@@ -27,8 +29,9 @@ from hotlap.fitting.tuning import chooser_for, tuning_line
 from hotlap.guard.saving import import_state
 from hotlap.guard.signals import StopRequest
 from hotlap.monitor.sampler import Sampler
-from hotlap.tuner.tuner import PlanChooser
 
+EVALUATIONS = 3
+"""How often an evaluation is made whose workers die."""
 SIGNAL_S = 2.0
 """How long a signal may take to arrive after it has ended the workers."""
 
@@ -42,7 +45,8 @@ def train(task: Task, session: RunSession, state: ProgressState) -> str:
     loop, rig, saves = _Loop(task, session, state), task.rig, task.save_every != 0
     live = loop.live
     try:
-        with Sampler(session.folder.path, live.read, live.state), StopRequest() as stop:
+        sampler = Sampler(session.folder.path, live.read, live.state)
+        with sampler, deaths_told_by_the_feed(), StopRequest() as stop:
             try:
                 stopped = live.stopped = loop.steps(stop)
             except Exception as error:
@@ -79,7 +83,7 @@ class _Loop:
         self.tuner = chooser_for(self._task, self._length)
         self.live = LiveTraining(task, session, state, self.tuner)
         self.logs = MetricLogs(task.logs, session.folder.path, task.identity["settings"], task.voice.mention)
-        self._rescue = Rescue(task.rig)
+        self._rescue, self._lost_workers = Rescue(task.rig), LostWorkers(task.rig)
         self._told = self.tuner.done
         """Whether the outcome of tuning was shown, or there is none."""
         self._warned = self._has_dead_weights = False
@@ -92,7 +96,7 @@ class _Loop:
     def steps(self, stop: StopRequest) -> str:
         """Make all steps that are left; why it ended."""
         job, rig, saver, state, clock = self._job, self._rig, self._session.saver, self._state, time.perf_counter
-        tuner, rescue = self.tuner, self._rescue
+        rescue = self._rescue
         live, every_s = self.live, self._voice.console.every_s
         next_s, look_s = clock() + every_s, clock() + LOOK_S
         if (early := self._early_end()) is not None:
@@ -110,14 +114,14 @@ class _Loop:
             try:
                 step(window)
             except Exception as error:
-                tuner = self._answered(error, window)
+                self._answered(error, window)
                 continue
             rescue.ended()
             step = rig.advance
-            tuner.stepped(window.updates)
-            if tuner.done and not self._told:
+            self.tuner.stepped(window.updates)
+            if self.tuner.done and not self._told:
                 self._tell_of_tuning()
-            if (good := tuner.drifted()) is not None:
+            if (good := self.tuner.drifted()) is not None:
                 self._go_back(good)
                 continue
             # Only now, with the next step under way: the device has no pause between epochs.
@@ -142,11 +146,11 @@ class _Loop:
             if saver.due(rig.steps):
                 self._finish_record()
                 began = clock()
-                self._session.checkpoints.trusted = tuner.trusted
+                self._session.checkpoints.trusted = self.tuner.trusted
                 live.doing = "saving"
                 self._session.save(state)
                 live.doing = "training"
-                tuner.paused(clock() - began)
+                self.tuner.paused(clock() - began)
         self._finish_record()
         if stop.signal is not None:
             return "on a signal"
@@ -207,8 +211,8 @@ class _Loop:
             return f"early: {self._state.asked_to_end}"
         return f"early: no better {job.monitor} in {job.patience} evaluations" if best.is_long_ago() else None
 
-    def _answered(self, error: Exception, window: Window) -> PlanChooser:
-        """Answer an error in a step by another plan, so that its window comes again; what chooses the plans from here.
+    def _answered(self, error: Exception, window: Window) -> None:
+        """Answer an error in a step by another plan, so that its window comes again.
 
         Raises the error where there is no answer.
         """
@@ -222,16 +226,14 @@ class _Loop:
             self._failed = None
             if is_short:
                 rig.place = place
-            return self.tuner
+            return
         if not is_short:
             raise error
         self.tuner.ended()
         less = self._rescue.use_less(error, window)
         self._voice.warn(f"out of memory at step {rig.steps:,}; from here on: {less}")
         self._task = within(self._task, rig.plan.memory)
-        self.tuner = self.live.tuner = chooser_for(self._task, self._length)
-        self._told = self.tuner.done
-        return self.tuner
+        self._choose_anew()
 
     def save_after(self, error: Exception) -> None:
         """Save what was trained before an error, and add to the error the line that goes on from there."""
@@ -257,22 +259,48 @@ class _Loop:
 
     def _windows(self, stop: StopRequest) -> Iterator[Window]:
         """The rig's windows, until they end or a signal ends the workers that bring them."""
-        windows = self._rig.windows(epochs=self._job.epochs, steps=self._job.steps, room=self._room)
+        windows = self._all_windows()
         while True:
             asked = time.perf_counter()
             try:
                 window = next(windows)
             except StopIteration:
                 return
-            except RuntimeError:
+            except (RuntimeError, ConnectionError, EOFError) as error:
                 # A signal to the whole group ends the loader's workers too, and torch complains of that first.
-                if not stop.comes_within(SIGNAL_S):
+                if stop.comes_within(SIGNAL_S):
+                    return
+                if not is_lost(error):
                     raise
-                return
+                self._start_workers_again(error)
+                windows = self._all_windows()
+                continue
             waited_s = time.perf_counter() - asked
             self.live.fed_s += waited_s
             self.tuner.fed(waited_s)
             yield window
+
+    def _all_windows(self) -> Iterator[Window]:
+        return self._rig.windows(epochs=self._job.epochs, steps=self._job.steps, room=self._room)
+
+    def _start_workers_again(self, error: Exception) -> None:
+        """Go on where workers died, with as many or fewer; tuning starts from there."""
+        if self.tuner.failed(error):  # those of a plan on trial
+            return
+        self.tuner.ended()
+        before = self._rig.plan.feed
+        self._voice.warn(self._lost_workers.answer(error))
+        after = self._rig.plan.feed
+        if after != before:
+            task = self._task
+            own = task.own_plan if task.own_plan.feed != before else replace(task.own_plan, feed=after)
+            self._task = replace(task, own_plan=own)
+        self._choose_anew()
+
+    def _choose_anew(self) -> None:
+        """Begin to choose plans from where the training stands."""
+        self.tuner = self.live.tuner = chooser_for(self._task, self._length)
+        self._told = self.tuner.done
 
     def _room(self) -> int:
         """Updates until an evaluation, or a checkpoint that is due by number."""
@@ -347,7 +375,7 @@ class _Loop:
         # The device goes from the last step to this without a pause: nothing has waited for that step.
         self.live.doing = "evaluating"
         try:
-            scores = rig.evaluate(job.valid, job.metrics, batch_size=job.eval_batch, collate=job.collate)
+            scores = self._scores(job.valid)
         except Exception:
             rig.totals.put_back(loss.numbers())
             self._open = None
@@ -360,6 +388,18 @@ class _Loop:
         self._finish_record(spent_s=loss.ago_s())
         if self._deadline is not None:
             self._deadline.evaluated(time.perf_counter() - began)
+
+    def _scores(self, valid: Any) -> dict[str, float]:
+        """Evaluate; where workers die, again."""
+        job, left = self._job, EVALUATIONS
+        while True:
+            try:
+                return self._rig.evaluate(valid, job.metrics, batch_size=job.eval_batch, collate=job.collate)
+            except (RuntimeError, ConnectionError, EOFError) as error:
+                left -= 1
+                if not left or not is_lost(error):
+                    raise
+                self._voice.warn(f"{first_line(error)}; the evaluation is made again")
 
     def _finish_record(self, spent_s: float = 0.0) -> None:
         """Write down a record that was begun; what that takes, and `spent_s` until now, is not training's time."""

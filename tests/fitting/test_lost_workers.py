@@ -1,0 +1,165 @@
+"""Workers that die in a training: it goes on at the same batch, with the same numbers."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from plain import parameters_of
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import hotlap
+from hotlap.fitting.lost_workers import deaths_told_by_the_feed, is_lost
+
+SAMPLES, BATCH, EPOCHS = 48, 8, 3
+
+
+class Numbers(Dataset):
+    """Counts its samples in files, and calls `deadly` in worker processes."""
+
+    def __init__(self, folder, deadly=lambda index: None):
+        self.folder, self.deadly, self.parent = folder, deadly, os.getpid()
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        if os.getpid() != self.parent:
+            self.deadly(index)
+        return torch.full((3,), float(index)), index % 2
+
+
+def trained(dataset, *, workers=2, seen=None, **changes):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+
+    def loss(model, batch):
+        if seen is not None:
+            seen.append(sorted(int(value) for value in batch[0][:, 0]))
+        return nn.functional.cross_entropy(model(batch[0].double()), batch[1])
+
+    job = hotlap.Job(
+        model=model,
+        data=DataLoader(dataset, batch_size=BATCH, shuffle=True, num_workers=workers),
+        loss=loss,
+        optimizer=lambda weights: torch.optim.SGD(weights, lr=1e-3),
+        epochs=EPOCHS,
+        device="cpu",
+        **changes,
+    )
+    return hotlap.fit(job, plan="off", progress=False)
+
+
+@pytest.fixture(autouse=True)
+def _no_signal_is_waited_for(monkeypatch):
+    monkeypatch.setattr("hotlap.fitting.training.SIGNAL_S", 0.1)
+
+
+@pytest.fixture
+def undisturbed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    seen = []
+    return trained(Numbers(tmp_path), seen=seen), seen
+
+
+def faults(run):
+    return [entry.why for entry in run.ledger if entry.outcome == "fault"]
+
+
+def once(file):
+    """Kill the worker that fetches sample 20, the first time."""
+
+    def deadly(index):
+        if index == 20 and not file.exists():
+            file.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return deadly
+
+
+def always(index):
+    if index == 20:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_that_is_killed_is_started_again_and_no_sample_is_lost(tmp_path, undisturbed):
+    expected, all_seen = undisturbed
+    seen = []
+    run = trained(Numbers(tmp_path, once(tmp_path / "killed")), seen=seen)
+    assert (tmp_path / "killed").exists()
+    assert torch.equal(parameters_of(run.model), parameters_of(expected.model))
+    assert seen == all_seen
+    assert [why.partition("; ")[2].partition(" from")[0] for why in faults(run)] == ["2 workers"]
+    assert run.plan.feed.workers == 2
+    assert any("exited unexpectedly" in problem for problem in run.problems)
+
+
+def test_workers_that_die_again_become_fewer_and_then_none(tmp_path, undisturbed):
+    expected, all_seen = undisturbed
+    seen = []
+    run = trained(Numbers(tmp_path, always), workers=2, seen=seen)
+    assert torch.equal(parameters_of(run.model), parameters_of(expected.model))
+    assert seen == all_seen
+    told = [why.partition("; ")[2].partition(" from")[0] for why in faults(run)]
+    assert told == ["2 workers", "1 worker", "no workers"]
+    assert run.plan.feed.workers == 0
+
+
+def test_an_evaluation_whose_workers_die_is_made_again(tmp_path, undisturbed):
+    def valid(deadly):
+        return DataLoader(Numbers(tmp_path, deadly), batch_size=BATCH, num_workers=2)
+
+    scores = [
+        [record["valid_loss"] for record in trained(Numbers(tmp_path), valid=valid(deadly)).history]
+        for deadly in (lambda index: None, once(tmp_path / "killed"))
+    ]
+    assert scores[0] == scores[1]
+
+
+def test_an_error_of_the_dataset_names_the_sample(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    class Broken(Numbers):
+        def __getitem__(self, index):
+            if index == 33:
+                raise ValueError("not a picture")
+            return super().__getitem__(index)
+
+    for workers in (0, 2):
+        with pytest.raises(ValueError, match="not a picture") as raised:
+            trained(Broken(tmp_path), workers=workers)
+        notes = [str(raised.value), *getattr(raised.value, "__notes__", [])]
+        assert any("while fetching sample 33 of Broken" in note for note in notes)
+
+
+def test_no_shared_memory_is_told_with_its_cure_and_takes_fewer_workers_at_once(tmp_path, undisturbed):
+    class Short(Numbers):
+        def __getitem__(self, index):
+            if os.getpid() != self.parent and not (self.folder / "short").exists():
+                (self.folder / "short").touch()
+                raise RuntimeError("unable to write to file </torch_1_2>: No space left on device (28)")
+            return super().__getitem__(index)
+
+    expected, _ = undisturbed
+    run = trained(Short(tmp_path))
+    assert torch.equal(parameters_of(run.model), parameters_of(expected.model))
+    assert ["1 worker from step 0 on; /dev/shm is too small" in why for why in faults(run)] == [True]
+
+
+def test_other_errors_are_none_of_workers():
+    assert not is_lost(RuntimeError("CUDA error: device-side assert triggered"))
+    assert not is_lost(ValueError("Caught ValueError in DataLoader worker process 0: bad"))
+
+
+def test_torch_raises_no_death_in_the_middle_of_a_step(tmp_path):
+    loader = DataLoader(Numbers(tmp_path, always), batch_size=4, num_workers=1, prefetch_factor=12)
+    before = signal.getsignal(signal.SIGCHLD)
+    with deaths_told_by_the_feed():
+        batches = iter(loader)
+        while batches._workers[0].is_alive():
+            time.sleep(0.01)
+        with pytest.raises(RuntimeError, match="exited unexpectedly"):
+            list(batches)
+    assert signal.getsignal(signal.SIGCHLD) is before
