@@ -126,3 +126,15 @@ def test_work_of_this_process_is_seen_as_its_own(tmp_path, monkeypatch):
     reader.read()
     spent[0] = 10.0
     assert reader.read()["own_cores"] == 0.5
+
+
+def test_a_system_that_shows_nothing_of_others_stops_no_reading(tmp_path, monkeypatch):
+    def refused(*_, **__):
+        raise PermissionError("/proc/stat")
+
+    monkeypatch.setattr("psutil.cpu_times", refused)
+    monkeypatch.setattr("psutil.disk_io_counters", lambda: None)
+    reader = HostReader(tmp_path)
+    found = reader.read()
+    assert found["own_cores"] >= 0
+    assert not {"cores_busy", "disk_read_bytes_per_s"} & set(found)

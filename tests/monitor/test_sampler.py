@@ -9,7 +9,7 @@ from sampling import sample_eagerly, sampler_threads, when
 
 from hotlap.core.errors import MachineError
 from hotlap.monitor import sampler as module
-from hotlap.monitor.sampler import MOST_COST, Sampler, is_wanted
+from hotlap.monitor.sampler import LIVE_S, MOST_COST, Sampler, is_wanted
 from hotlap.store.telemetry import read_live, read_samples
 
 
@@ -101,7 +101,7 @@ def test_a_resumed_training_marks_the_time_between_its_processes(made, clocks, t
 
 
 @pytest.mark.parametrize("part", ["read", "state", "folder"])
-def test_whatever_fails_ends_the_sampling_and_nothing_else(made, clocks, tmp_path, part):
+def test_what_fails_again_and_again_ends_the_sampling_and_nothing_else(made, clocks, tmp_path, part):
     def fails(*_):
         raise RuntimeError("the driver is gone")
 
@@ -109,8 +109,26 @@ def test_whatever_fails_ends_the_sampling_and_nothing_else(made, clocks, tmp_pat
     if part == "folder":
         tmp_path.rmdir()
     with sampler:
-        tick(sampler, clocks)
+        for _ in range(3):
+            assert not sampler.is_over
+            tick(sampler, clocks, after_s=LIVE_S)
     assert sampler.is_over
+
+
+def test_a_reading_that_fails_once_is_left_out(made, clocks, tmp_path):
+    answers = [{"step": 1}, None, {"step": 3}, None, None, {"step": 6}]
+
+    def read():
+        found = answers.pop(0)
+        if found is None:
+            raise RuntimeError("it changed while it was read")
+        return found
+
+    sampler = made(read=read)
+    for _ in range(6):
+        tick(sampler, clocks)
+    assert [sample["step"] for sample in read_samples(tmp_path)] == [1, 3, 6]
+    assert not sampler.is_over
 
 
 @pytest.fixture

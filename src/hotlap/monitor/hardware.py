@@ -168,11 +168,9 @@ class HostReader:
         before, now = self._before, self._counters()
         self._before = now
         span_s = max(1e-6, now["clock"] - before["clock"])
-        idle_s = now["idle_s"] - before["idle_s"]
         memory = read_memory()
         found = _known(
             cores=self._cores,
-            cores_busy=min(self._cores, max(0.0, (now["all_s"] - before["all_s"] - idle_s) / span_s)),
             own_cores=max(0.0, (now["own_s"] - before["own_s"]) / span_s),
             ram_used_bytes=memory.allowed_bytes - memory.free_bytes,
             ram_bytes=memory.allowed_bytes,
@@ -180,20 +178,21 @@ class HostReader:
             **_room("shm", SHM),
             **(_room("disk", self._folder) if self._folder is not None else {}),
         )
+        if "busy_s" in now and "busy_s" in before:
+            found["cores_busy"] = round(min(self._cores, max(0.0, (now["busy_s"] - before["busy_s"]) / span_s)), 4)
         if "read_bytes" in now and "read_bytes" in before:
             for name in ("read", "written"):
                 found[f"disk_{name}_bytes_per_s"] = max(0.0, now[f"{name}_bytes"] - before[f"{name}_bytes"]) / span_s
         return found
 
     def _counters(self) -> dict[str, float]:
-        times = self._psutil.cpu_times()
-        found = {
-            "clock": time.monotonic(),
-            "own_s": time.process_time(),
-            "all_s": sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0),
-            "idle_s": times.idle + getattr(times, "iowait", 0.0),
-        }
-        with suppress(Exception):  # some systems keep no count
+        found = {"clock": time.monotonic(), "own_s": time.process_time()}
+        with suppress(Exception):  # some systems show no process what the others do
+            times: Any = self._psutil.cpu_times()
+            idle_s = times.idle + getattr(times, "iowait", 0.0)
+            guests_s = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)
+            found["busy_s"] = sum(times) - guests_s - idle_s
+        with suppress(Exception):  # or keep no count
             disks: Any = self._psutil.disk_io_counters()
             found |= {"read_bytes": disks.read_bytes, "written_bytes": disks.write_bytes}
         return found

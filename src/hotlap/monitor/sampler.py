@@ -25,6 +25,8 @@ LIVE_S = 2.0
 """Between two states in `live.json`."""
 MOST_COST = 0.005
 """Of the time, what readings may take of a core: half of what is promised, since what they hold up is not counted."""
+MOST_FAILURES = 3
+"""Readings that fail one after the other, after which none follows."""
 GAP = 3.0
 """Times the usual time between two readings from which on nobody has looked."""
 SWITCH = "HOTLAP_SAMPLES"
@@ -37,8 +39,8 @@ class Sampler:
     """Takes a sample now and then while it is open, and keeps `live.json` up to date.
 
     `read` gives the figures of a sample, and `state` how the training stands, from the figures of the last sample. Both
-    are called in the sampler's thread, and must read only what the training leaves lying about. What they raise ends
-    the sampling and nothing else. A fork pauses it, so that no child inherits anything half done.
+    are called in the sampler's thread, and must read only what the training leaves lying about. Where they fail
+    again and again, the sampling ends and nothing else. A fork pauses it, so that no child inherits anything half done.
     """
 
     def __init__(
@@ -65,8 +67,9 @@ class Sampler:
         self.spent_s = 0.0
         """Seconds of a core that all readings have taken."""
         self.readings = 0
+        self._failures = 0
         self.is_over = False
-        """Whether a reading failed, so that none follows."""
+        """Whether readings failed one after the other, so that none follows."""
 
     @property
     def wait_s(self) -> float:
@@ -120,10 +123,13 @@ class Sampler:
     def _guarded(self, work: Callable[[], object]) -> None:
         try:
             work()
+            self._failures = 0
         except Exception as error:
-            # A full disk, a folder that was removed: the training is not to suffer from it.
-            self.is_over = True
-            log.info("sampling has ended: %s", first_line(error))
+            # A full disk, a folder that was removed, a state that changed while it was read: the training is not to
+            # suffer from it.
+            self._failures += 1
+            self.is_over = self._failures >= MOST_FAILURES
+            log.info("a sample failed%s: %s", " and none follows" if self.is_over else "", first_line(error))
 
     # --- the thread ----------------------------------------------------------------------------------
 
