@@ -384,6 +384,34 @@ class Counted(Kept):
         self.rows.append(1)
 
 
+class Equal(Kept):
+    def __eq__(self, other):
+        SEEN.append(other)
+        return True
+
+    def __add__(self, other):
+        SEEN.append(other)
+        return self
+
+    __hash__ = None
+
+
+class Going(Kept):
+    def __del__(self):
+        SEEN.append(self)
+
+
+class Swapped:
+    def __init__(self):
+        self.first, self.second, self.third = [], [], []
+
+    def swap(self, rows):
+        self.third.append(1)
+        self.third = self.second
+        self.second = self.first
+        self.first = rows
+
+
 class Watched(Kept):
     def __setattr__(self, name, value):
         print(name)
@@ -443,6 +471,13 @@ def told_and_used(data, index):
         LOG.debug("here")
         data.told = True
     return X[index] * data.told
+
+
+def told_and_listed(data, index):
+    if not data.told:
+        LOG.debug("here")
+        data.told = True
+    return X[index] * data.__dict__.get("told")
 
 
 def told_and_changed(data, index):
@@ -540,6 +575,14 @@ PURE_OF_LIBRARIES = {
 
 IMPURE_OF_LIBRARIES = {
     "an object that counts": (lambda: Of(lambda d, i: Counted() and i), "writes to a list"),
+    "an object that is compared": (lambda: Of(lambda d, i: X[i] if Equal() == 1 else i), "compares an object of Equal"),
+    "an object that is added": (lambda: Of(lambda d, i: Equal() + 1), "computes with an object of Equal"),
+    "an object that goes": (lambda: Of(lambda d, i: Going() and i), "makes an object of Going"),
+    "an object in a comprehension": (
+        lambda: Of(lambda d, i: [kept.swap(d.rows) for kept in [Swapped()] for _ in range(3)], rows=[[]]),
+        "writes to a list",
+    ),
+    "a flag in its object's dict": (lambda: Of(told_and_listed, told=False), "sets told"),
     "an object that is watched": (lambda: Of(lambda d, i: Watched() and i), "makes an object of Watched"),
     "an object with the data's list": (lambda: Of(held, rows=[]), "writes to a list|cannot be followed|not known"),
     "two names": (lambda: Of(aliased, rows=[]), "writes to a list"),
@@ -560,8 +603,18 @@ IMPURE_OF_LIBRARIES = {
 }
 
 
+@pytest.fixture
+def as_library(monkeypatch):
+    """Flags count where a library's class holds them: a script may look at its own."""
+    monkeypatch.setattr("hotlap.data.pure.follower.is_library", lambda name: True)
+
+
+def test_a_flag_of_the_script_s_own_class_is_a_trace():
+    assert "sets data.told" in prove(Of(told, told=False)).why_traces
+
+
 @pytest.mark.parametrize("name", PURE_OF_LIBRARIES)
-def test_what_libraries_do_in_passing_is_no_trace(name):
+def test_what_libraries_do_in_passing_is_no_trace(name, as_library):
     data = PURE_OF_LIBRARIES[name]()
     data[5], table(3)
     proof = prove(data)
@@ -571,7 +624,7 @@ def test_what_libraries_do_in_passing_is_no_trace(name):
 
 
 @pytest.mark.parametrize("name", IMPURE_OF_LIBRARIES)
-def test_traces_that_later_samples_may_show_are_refused(name):
+def test_traces_that_later_samples_may_show_are_refused(name, as_library):
     make, words = IMPURE_OF_LIBRARIES[name]
     with pytest.raises(AssertionError, match=words):
         raise AssertionError(prove(make()).why_not_fixed)

@@ -215,7 +215,7 @@ class Calls(Objects):
     def _cached(self, function: functools._lru_cache_wrapper[Any], given: Arguments) -> Value:
         """The result of a function whose results are kept: the cache is no trace, and all calls share what is in it."""
         if function.cache_info().currsize and not inspect.signature(function).parameters:
-            found = self.state.answer(function)  # runs no code: it was called before
+            found = self.state.answer(functools.partial(_kept_result, function))
             if is_fixed(found):
                 return concrete(found)
         found = self.call(concrete(function.__wrapped__), given)
@@ -229,9 +229,12 @@ class Calls(Objects):
         values = [exact(one) for one in places]
         held = single(owner)
         is_open = bool(given.names or given.rest or given.more) or MISSING in values
-        if not is_open and (type(held) is str or is_lookup(held, function.__name__)):
+        asked = functools.partial(function, held, *values)
+        if not is_open and type(held) is str:
             with contextlib.suppress(Exception):
-                return concrete(self.state.answer(functools.partial(function, held, *values)))
+                return concrete(asked())
+        if not is_open and is_lookup(held, function.__name__):
+            return concrete(self.state.answer(asked))
         if is_lookup(held, function.__name__):
             self.plain(union(places), f"hands {function.__name__}")
             return NEW | concrete(None)
@@ -693,11 +696,16 @@ _TENSORS = (
 )
 
 
+def _kept_result(function: functools._lru_cache_wrapper[Any]) -> Any:
+    """What a cached function without parameters has given; runs none of its code."""
+    return function() if function.cache_info().currsize else MISSING
+
+
 def _is_plain_class(kind: type) -> bool:
     """Whether objects of a class are made and written to as those of most classes written in Python."""
     names = {"__new__": object.__new__, "__setattr__": object.__setattr__, "__getattribute__": object.__getattribute__}
     is_usual = type(kind) in (type, abc.ABCMeta) and isinstance(getattr(kind, "__init__", None), types.FunctionType)
-    return is_usual and all(getattr(kind, name) is own for name, own in names.items())
+    return is_usual and not hasattr(kind, "__del__") and all(getattr(kind, name) is own for name, own in names.items())
 
 
 def _called_name(function: Any) -> str:

@@ -16,7 +16,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -93,7 +93,7 @@ class Follower(Calls):
         self._tested: ast.If | None = None
         self._within: list[ast.If] = []
         """The `if` whose test is followed, and those whose bodies are, in the function in progress."""
-        self._reads: dict[tuple[int, str], set[int]] = {}
+        self._reads: dict[tuple[int, Any], set[int]] = {}
         self._flags: dict[tuple[int, str], tuple[dict[str, Any], int]] = {}
         """Attributes that were read, by the `if` whose test did, and those that the body of that `if` sets."""
 
@@ -432,7 +432,7 @@ class Follower(Calls):
                 for atom in owner:
                     if not isinstance(atom, Instance) or hasattr(getattr(atom.kind, name, None), "__set__"):
                         raise RefusedError(f"sets {shown(target)}")
-                    self.made[atom][name] = union([self.made[atom].get(name, NOTHING), value])
+                    self.hold(atom, name, value)
             case _:
                 raise RefusedError(f"writes to {shown(target)}")
 
@@ -486,9 +486,9 @@ class Follower(Calls):
                 more = union([known, *(_regrown(atom, container, grown) for atom in known)])
                 if more != known:
                     scope.set(name, more)
-        for held in self.made.values():
-            for name, known in held.items():
-                held[name] = union([known, *(_regrown(atom, container, grown) for atom in known)])
+        for made, held in self.made.items():
+            for name, known in list(held.items()):
+                self.hold(made, name, union(_regrown(atom, container, grown) for atom in known))
 
     def _widened(self, value: Value, depth: int) -> Value:
         """The value, where deeper containers of plain data count as plain data: without this a loop may have no end."""
@@ -511,12 +511,14 @@ class Follower(Calls):
     # `if not self.told: log(…); self.told = True` leaves a trace, but none that a later call shows: nothing but this
     # test reads the flag, and the body does nothing that the code after it could see.
 
-    def noted_read(self, space: dict[str, Any], name: str) -> None:
+    def noted_read(self, space: Mapping[Any, Any], name: Any) -> None:
         self._reads.setdefault((id(space), name), set()).add(id(self._tested))
 
     def _is_flag(self, target: ast.Attribute, owner: Any, value: Any, scope: Scope) -> bool:
         """Whether this sets a flag that only guards this place; `settle` checks that nothing else reads it."""
         own, name = getattr(owner, "__dict__", None), mangled(target.attr, scope.function)
+        if not is_library(type(owner).__module__):  # a script may look at its own flags
+            return False
         if not isinstance(own, dict) or type(own.get(name)) is not bool or value is MISSING:
             return False
         is_usual = getattr(type(owner), "__setattr__", None) is object.__setattr__
@@ -531,7 +533,7 @@ class Follower(Calls):
     def settle(self) -> None:
         """Refuse flags that something else reads; the others do not matter."""
         for key, (own, guard) in self._flags.items():
-            if self._reads[key] != {guard}:
+            if self._reads[key] != {guard} or id(own) in self._elements:
                 raise RefusedError(f"sets {key[1]}")
             self.state.forget(own, key[1])
 
@@ -648,7 +650,16 @@ class Follower(Calls):
         return make_container(kind, union(items), known, made_at=0 if kind is tuple else id(node))
 
     def _comprehended(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp, scope: Scope) -> Value:
-        within = scope.inner()
+        for _ in range(MOST_ROUNDS):  # what one round leaves in objects and containers, the next one finds
+            before = self.version, self._growths
+            found = self._comprehended_once(node, scope.inner())
+            if (self.version, self._growths) == before:
+                return found
+        raise RefusedError("has a loop that cannot be followed")
+
+    def _comprehended_once(
+        self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp, within: Scope
+    ) -> Value:
         self._live.append(within)
         for one in node.generators:
             self._assign(one.target, self.iterate(self.value(one.iter, within)), within)

@@ -173,7 +173,7 @@ class ReadState:
             now = getattr(owner, name, MISSING)
             if now is not value and not _is_equal(now, value):
                 return f"{name!r} has changed"
-        if any(not _is_equal(ask(), was) and was is not None for ask, was in self._answers):
+        if any((now := ask()) is not was and not _is_equal(now, was) for ask, was in self._answers):
             return "a value that it looks up has changed"
         if len(self._tensors) <= FEW and self._is_tensor_other(live):
             return "a tensor was written to"

@@ -287,17 +287,20 @@ class Objects(ABC):
         self._elements: dict[int, tuple[Any, Value]] = {}
         self.made: dict[Instance, dict[str, Value]] = {}
         """All that the attributes of new objects may be."""
+        self.version = 0
+        """A number that changes whenever new objects hold more."""
         self.overwritten: dict[tuple[int, Any], Value] = {}
         """Entries of existing dicts, by identity and key, that the code in progress has changed and will restore."""
 
-    @property
-    def version(self) -> int:
-        """A number that changes whenever new objects hold more."""
-        return sum(1 + len(value) for held in self.made.values() for value in held.values())
+    def hold(self, atom: Instance, name: str, value: Value) -> None:
+        """An attribute of a new object may be this, too."""
+        known = self.made[atom].get(name, NOTHING)
+        self.made[atom][name] = union([known, value])
+        self.version += self.made[atom][name] != known
 
     @abstractmethod
-    def noted_read(self, space: dict[str, Any], name: str) -> None:
-        """An attribute of an existing object is read."""
+    def noted_read(self, space: Mapping[Any, Any], name: Any) -> None:
+        """An entry of an existing dict is read, or an attribute of an object."""
 
     @abstractmethod
     def call(self, function: Value, given: Arguments) -> Value:
@@ -326,12 +329,8 @@ class Objects(ABC):
                     is_fresh &= atom.owner.fresh
                 case Container():
                     is_fresh &= self.plain(atom.parts, verb)
-                case Instance():
-                    held, self.made[atom] = self.made[atom], {}  # it may hold itself
-                    try:
-                        is_fresh &= self.plain(union(held.values()), verb)
-                    finally:
-                        self.made[atom] = held
+                case Instance():  # its class may do anything when it is compared, added, hashed or shown
+                    raise RefusedError(f"{verb} an object of {atom.kind.__name__}, which is not known")
                 case Concrete() if is_content(atom.value):
                     if not is_plain_tensor(atom.value) and not isinstance(atom.value, np.ndarray):
                         self.plain(self.elements_of(atom.value), verb)
@@ -534,6 +533,7 @@ class Objects(ABC):
 
     def entry(self, held: Mapping[Any, Any], key: Any, other: Value = NOTHING) -> Value:
         """The entry of an existing dict under a key, or `other`."""
+        self.noted_read(held, key)
         if (id(held), key) in self.overwritten:
             return self.overwritten[id(held), key]
         found = held.get(key, MISSING)
@@ -643,7 +643,6 @@ class Objects(ABC):
         is_data = found is not MISSING and hasattr(type(found), "__set__")
         if own is not None and not is_data:
             if name in own or (id(own), name) in self.overwritten:
-                self.noted_read(own, name)
                 return self.entry(own, name)
             self.state.name(own, name, MISSING)
             if isinstance(value, nn.Module):
