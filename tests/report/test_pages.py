@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from finished_runs import LEDGER, fitted, small_job
+from finished_runs import LEDGER, fitted, small_job, tuned
 
 import hotlap
 from hotlap.core.errors import StoreError
@@ -147,8 +147,6 @@ def test_the_headline_gives_the_gain_with_its_interval_and_what_stayed_the_same(
 
 
 def test_a_run_that_kept_nothing_says_so(tmp_path):
-    from finished_runs import tuned
-
     tuned(tmp_path / "run", [entry for entry in LEDGER if entry["what"] != "fused optimizer"])
     assert report_of(tmp_path / "run").headline == "Left as it was: 1 move tried, none kept"
 
@@ -200,6 +198,8 @@ def test_a_recipe_shows_models_beside_simple_rules_and_its_mistakes(runs):
     report = report_of(runs / "temporal")
     (chart,) = blocks(report, "scores", Chart)
     assert {row[0] for row in chart.table.rows} >= {"mlp", "most frequent class"}
+    assert chart.table.head[-1] == "training"
+    assert next(row for row in chart.table.rows if row[0] == "mlp")[-1].value > 0
     confusion = next(one for one in blocks(report, "mistakes", Chart) if one.title == "Confusion of classes")
     counts = [[cell.value for cell in row[1:]] for row in confusion.table.rows]
     said = json.loads((runs / "temporal" / "report.json").read_text())
@@ -240,8 +240,6 @@ def test_a_script_says_what_it_came_to_and_the_command_that_repeats_it(runs):
 
 
 def test_samples_of_the_machine_are_drawn_with_the_moments_that_matter(tmp_path):
-    from finished_runs import tuned
-
     tuned(tmp_path / "run")
     lines = [
         {
@@ -403,3 +401,24 @@ def test_what_bound_a_training_is_said(tmp_path):
     (run.folder / "live.json").write_text(json.dumps(state))
     (text, *_) = report_of(run.folder).sections[keys(report_of(run.folder)).index("usage")].blocks
     assert text.words == "Bound by feeding at the end: it waits. Answer: workers."
+
+
+def test_moves_that_were_measured_against_other_plans_are_one_bar_with_the_total(tmp_path):
+    entries = [dict(entry) for entry in LEDGER]
+    at = next(at for at, entry in enumerate(entries) if entry["what"] == "fused optimizer")
+    share = {"step_s": 0.015, "ratio": 1.3, "low": 1.2, "high": 1.4}  # a step that the total does not have
+    entries.insert(at + 1, {**entries[at], "what": "data held on the device", "figures": share})
+    tuned(tmp_path / "run", entries)
+    (chart,) = blocks(report_of(tmp_path / "run"), "moves", Chart)
+    drawn = "".join(chart.picture.parts)
+    assert "+ fused optimizer, data held on the device" in drawn
+    assert drawn.count("2.0x [1.90, 2.10]") >= 1
+    assert "1.3" not in drawn
+
+
+def test_tuning_that_cost_more_than_it_saved_is_no_speed_up(tmp_path):
+    entries = [dict(entry) for entry in LEDGER]
+    entries[-1]["figures"] = {**entries[-1]["figures"], "saved_s": -0.1}
+    tuned(tmp_path / "run", entries)
+    headline = report_of(tmp_path / "run").headline
+    assert headline.startswith("No faster as a whole: tuning cost more than it saved. Since then 2.0x [1.90, 2.10]")

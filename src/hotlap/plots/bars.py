@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hotlap.plots.axes import round_marks, value_range
-from hotlap.plots.svg import FAINT, GRID, INK, LIGHT, Picture, mark, number, safe, short, text, width_of
+from hotlap.plots.svg import FAINT, GRID, HALF, INK, LIGHT, Picture, mark, number, safe, short, text, width_of
 
 ROW = 26
 HATCHES = (
@@ -32,9 +32,9 @@ class Bar:
     """Where the bar begins, if not at 0."""
 
 
-def bars_picture(title: str, bars: Sequence[Bar], *, unit: str = "", width: int = 560) -> Picture:
+def bars_picture(title: str, bars: Sequence[Bar], *, unit: str = "", width: int = HALF) -> Picture:
     """Horizontal bars from 0 on, or to the left for numbers below 0."""
-    names = [short(bar.name, 34 if width < 700 else 52) for bar in bars]
+    names = [short(bar.name, 28 if width == HALF else 52) for bar in bars]
     left = min(0.47 * width, max(map(width_of, names)) + 22)
     room = width - left - 12 - max((width_of(bar.words) for bar in bars), default=0)
     ends = [0.0, *(x for bar in bars for x in (bar.value, bar.high, bar.low, bar.begins) if x is not None)]

@@ -12,6 +12,8 @@ from hotlap.store.files import write_text
 
 COLOURS = 6
 LONGEST_NAME = 24
+HALF = 440
+"""The width of a picture that fills half of a page, or a phone: words in it stay large enough on both."""
 LIGHT = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b07d00", "#4d4d4d")
 DARK = ("#56b4e9", "#f0822d", "#2fc79a", "#e39cc5", "#f0c030", "#d0d7de")
 """The colours of lines on white and on black, after Okabe and Ito: they differ for people who see colours otherwise.

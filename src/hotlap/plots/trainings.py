@@ -10,7 +10,7 @@ import numpy as np
 
 from hotlap.core.errors import DataError
 from hotlap.plots.axes import Line, Plot, Points, legend, thinned, value_range
-from hotlap.plots.svg import CELL, COLOURS, GRID, Picture, short, text, width_of
+from hotlap.plots.svg import CELL, COLOURS, GRID, HALF, Picture, short, text, width_of
 
 Record = Mapping[str, Any]
 
@@ -51,8 +51,8 @@ def lines_picture(
     lines: Sequence[Line],
     *,
     unit: str = "step",
-    width: int = 560,
-    height: int = 220,
+    width: int = HALF,
+    height: int = 190,
     **more: Any,
 ) -> Picture:
     """Lines over axes with a legend above, for a page; `more` goes to `Plot.drawn`."""

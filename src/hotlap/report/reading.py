@@ -36,7 +36,6 @@ ABOUT_RECIPES = {
     "options.toml": "what was asked for; repeats the run",
     "recipe.json": "everything that predictions need",
     "report.json": "scores of all models and simple rules",
-    "report.html": "this report",
     "predictions.csv": "answers for --test",
     "curves.svg": "learning curves",
     "confusion.svg": "how classes were confused",
@@ -46,7 +45,6 @@ ABOUT_RECIPES = {
     "trials.journal": "all trials, as Optuna reads them",
     "history.svg": "scores of the trials",
     "importance.svg": "what mattered",
-    "result.json": "what it came to",
 }
 
 

@@ -161,7 +161,10 @@ def _speed(run: RunFiles, training: Training | None) -> str:
         unit = "round" if run.kind == TREES else "step"
         beside = BESIDE.get(run.kind, "under the plan it began with")
         same = _same(kept)
-        return f"{ratio_words(ratio)} {between} as fast a {unit}{whose} as {beside}{same}".replace("  ", " ")
+        said = f"{ratio_words(ratio)} {between} as fast a {unit}{whose} as {beside}{same}".replace("  ", " ")
+        if (number(total.get("saved_s")) or 0.0) < 0:
+            return f"No faster as a whole: tuning cost more than it saved. Since then {said}"
+        return said
     tried = {row.what for row in found if row.outcome in ("rejected", "undecided")}
     if tried:
         return f"Left as it was{whose}: {len(tried)} move{'s' if len(tried) > 1 else ''} tried, none kept"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from hotlap.core.ledger import Ledger
@@ -19,6 +20,8 @@ from hotlap.report.reading import RunFiles, Training, artefacts, listing, mappin
 
 MOST_METRICS, MOST_LISTED = 4, 60
 """Charts of metrics, and rows of a chart's table."""
+NEAR, CLOSE = 0.02, 0.15
+"""Parts by which the same step may differ, and the ratio of two steps from a ratio that laps gave."""
 MOST_BOTH = 3
 """Trainings whose training loss is drawn beside that on validation."""
 ROUND = "round"
@@ -114,7 +117,8 @@ def _waterfall(found: Sequence[Row], baseline: Row | None) -> list[Bar]:
     bars = [Bar(name="baseline", value=baseline.step_s, words=show_seconds(baseline.step_s), colour=5)]
     now = baseline.step_s
     kept = [row for row in found if row.outcome == "kept" and row.step_s is not None]
-    for group in _bundles(kept):
+    total = next((row for row in found if row.what == "total" and not row.sign and row.step_s is not None), None)
+    for group in _bundles(kept, baseline, total):
         step_s, first = group[0].step_s or 0.0, group[0]
         said = f"{ratio_words(first.ratio)} {interval_words(first.low, first.high)}" if first.ratio else ""
         name = "+ " + ", ".join(row.what for row in group)
@@ -124,22 +128,34 @@ def _waterfall(found: Sequence[Row], baseline: Row | None) -> list[Bar]:
         if row.outcome in ("rejected", "undecided") and row.step_s is not None:
             said = ratio_words(row.ratio) if row.ratio is not None else ""
             bars.append(Bar(name=f"- {row.what}", value=row.step_s, words=f"{said} {row.outcome}".strip(), colour=None))
-    total = next((row for row in found if row.what == "total" and not row.sign), None)
     if total is not None and total.step_s is not None and kept:
         low, high = (baseline.step_s / end if end else None for end in (total.high, total.low))
         bars.append(Bar(name="now", value=total.step_s, words=show_seconds(total.step_s), low=low, high=high))
     return bars if len(bars) > 1 else []
 
 
-def _bundles(kept: Sequence[Row]) -> list[list[Row]]:
-    """Kept moves, those together that were measured together."""
+def _bundles(kept: Sequence[Row], baseline: Row, total: Row | None) -> list[list[Row]]:
+    """Kept moves, those together that were measured together.
+
+    Where their steps do not lead from the baseline to the total, each was measured against another plan: then they are
+    one bundle, with the figures of the total.
+    """
     groups: list[list[Row]] = []
     for row in kept:
         if groups and (groups[-1][0].step_s, groups[-1][0].ratio) == (row.step_s, row.ratio):
             groups[-1].append(row)
         else:
             groups.append([row])
-    return groups
+    first = [baseline, *(group[0] for group in groups)]
+    leads_on = all(
+        before.step_s and row.step_s and row.ratio and abs(before.step_s / row.step_s / row.ratio - 1) < CLOSE
+        for before, row in itertools.pairwise(first)
+    )
+    last = first[-1].step_s or 0.0
+    if total is None or total.step_s is None or (leads_on and abs(last - total.step_s) < NEAR * total.step_s):
+        return groups
+    step_s, ratio, low, high = total.step_s, total.ratio, total.low, total.high
+    return [[replace(row, step_s=step_s, ratio=ratio, low=low, high=high) for row in kept]] if kept else []
 
 
 # --- learning curves -----------------------------------------------------------------------------------

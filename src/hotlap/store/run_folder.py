@@ -35,6 +35,7 @@ ABOUT = {
     "model.safetensors": "trained weights, for plain PyTorch",
     "started.json": "how it was started",
     "result.json": "what the script came to",
+    "report.html": "the report of the run, to look at and to share",
     "record.json": "what was trained, from which weights, and how it ended",
     "loss.safetensors": "trained weights of the loss",
     "artefacts.json": "this list",
