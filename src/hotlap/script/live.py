@@ -52,7 +52,9 @@ class LiveScript:
         self._samples.append(sample)
         made, seconds = max(0, standing.updates - before), max(1e-9, now - since_s)
         rate = made / seconds
-        total = standing.length.updates if standing.length.known else None
+        # A guess that turned out too low is none.
+        is_known = standing.length.known and standing.length.updates >= standing.updates
+        total = standing.length.updates if is_known else None
         return {
             "kind": "run",
             "unit": "updates",

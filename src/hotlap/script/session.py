@@ -131,6 +131,8 @@ class Session:
         """Trainings that the script left for another one, by the optimizer whose steps count."""
         self._faults = 0
         self._sampler: Sampler | None = None
+        self._length = Length(0, known=False)
+        """What the tuner was last told of how long the training is."""
         self._guard = _Guarded(self)
         self._home = (os.getpid(), threading.get_ident())
 
@@ -513,10 +515,10 @@ class Session:
         if tuning is not None:
             training, steps = tuning.training, idle.steps if idle is not None else 0
             updates = training.before + training.steps + steps
-            return Standing(updates, self._expected_length(), training.plan, training.ledger, tuning.is_searching)
+            return Standing(updates, self._length, training.plan, training.ledger, tuning.is_searching)
         if idle is None or summary is None:
             return None
-        return Standing(summary.updates + idle.steps, self._expected_length(), summary.plan, summary.ledger, False)
+        return Standing(summary.updates + idle.steps, self._length, summary.plan, summary.ledger, False)
 
     def _begin_idle(self, tuning: ScriptTuning) -> None:
         """Nothing is left to do for this training: release it, and only count its steps."""
@@ -529,7 +531,9 @@ class Session:
     def _expected_length(self) -> Length:
         steps = self._tuning.training.steps if self._tuning is not None else 0
         updates = self._run_length.updates()
-        return Length(updates if updates is not None else 2 * steps, final=False, known=updates is not None)
+        known = updates is not None
+        self._length = Length(updates if updates is not None else 2 * steps, final=False, known=known)
+        return self._length
 
     def _end_training(self) -> None:
         tuning, self._tuning = self._tuning, None
