@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -39,11 +39,11 @@ class Diagnosis:
     step_s: float
     operations: int
     waits: float
-    arithmetic_s: Mapping[str, float]
+    arithmetic_s: Mapping[str, float] = field(default_factory=dict)
     """For each precision the seconds that its products and convolutions take about."""
-    traffic_s: float
+    traffic_s: float = 0.0
     """Seconds that reading and writing what its operations touch takes about."""
-    flops: int
+    flops: int = 0
     """Floating-point operations of a step."""
 
     def line(self) -> str:
