@@ -86,7 +86,9 @@ class _Loop:
         self._rescue, self._lost_workers = Rescue(task.rig), LostWorkers(task.rig)
         self._told = self.tuner.done
         """Whether the outcome of tuning was shown, or there is none."""
-        self._warned = self._has_dead_weights = False
+        self._warned = self._has_dead_weights = self._has_gone_back = False
+        self._is_elsewhere = False
+        """Whether the training has been put back since the last step."""
         self._open: tuple[dict[str, Any], PendingMean] | None = None
         """A record whose loss is still on its way, and that loss."""
         self._begun_at = task.rig.steps
@@ -95,6 +97,14 @@ class _Loop:
 
     def steps(self, stop: StopRequest) -> str:
         """Make all steps that are left; why it ended."""
+        while True:
+            ended = self._steps_from_here(stop)
+            if not self._is_elsewhere:
+                return ended
+            self._is_elsewhere = False
+
+    def _steps_from_here(self, stop: StopRequest) -> str:
+        """Make all steps that are left, or those until the training is put back to an earlier step; why it ended."""
         job, rig, saver, state, clock = self._job, self._rig, self._session.saver, self._state, time.perf_counter
         rescue = self._rescue
         live, every_s = self.live, self._voice.console.every_s
@@ -126,6 +136,8 @@ class _Loop:
                 continue
             # Only now, with the next step under way: the device has no pause between epochs.
             self._finish_record()
+            if self._was_put_back():
+                return ""
             live.stepped()
             now = clock()
             if now >= look_s:
@@ -136,6 +148,8 @@ class _Loop:
                 next_s = clock() + every_s
             if self._is_record_due() and self._has_time_to_evaluate():
                 self._record()
+            if self._was_put_back():
+                return ""
             if (early := self._early_end()) is not None:
                 return early
             if stop.signal is not None:
@@ -151,13 +165,20 @@ class _Loop:
                 self._session.save(state)
                 live.doing = "training"
                 self.tuner.paused(clock() - began)
+            if self._was_put_back():
+                return ""
         self._finish_record()
+        if self._was_put_back():
+            return ""
         if stop.signal is not None:
             return "on a signal"
         if not state.history or state.history[-1]["step"] != rig.steps:
             self._record(evaluates=self._has_time_to_evaluate())
             self._finish_record()
         return "after all epochs" if job.epochs is not None else "after all steps"
+
+    def _was_put_back(self) -> bool:
+        return self._is_elsewhere
 
     def _deadline_of(self, task: Task) -> Deadline | None:
         """Keeps the training within its time, where that is limited."""
@@ -317,20 +338,57 @@ class _Loop:
 
     def _go_back(self, good: int) -> None:
         """Go on from the newest checkpoint of a time at which all was well; from here, where there is none."""
-        rig, state, session = self._rig, self._state, self._session
-        session.saver.finish()
-        self._open = None
         why = "the tuned plan no longer trains as the user's own does"
+        self._session.saver.finish()
+        self._open = None
         try:
-            checkpoint, _ = session.checkpoints.newest_good(until=good)
-            loop = import_state(rig, checkpoint.files, self._task.memory.changes)
-            self._task.dataset.order.restore_sampler(loop.get("order"))
-            state.put_back(loop)
+            self._restore(until=good)
         except StoreError as error:
-            self._voice.warn(f"{why}; another one is used from step {rig.steps:,} on ({error})")
+            self._voice.warn(f"{why}; another one is used from step {self._rig.steps:,} on ({error})")
             return
+        self._voice.warn(f"{why}; gone back to the checkpoint of step {self._rig.steps:,}, under another plan")
+
+    def _restore(self, *, until: int) -> None:
+        """Put the training back to its newest checkpoint up to a step. Raises StoreError where there is none."""
+        session, state = self._session, self._state
+        checkpoint, _ = session.checkpoints.newest_good(until=until)
+        loop = import_state(self._rig, checkpoint.files, self._task.memory.changes)
+        self._task.dataset.order.restore_sampler(loop.get("order"))
+        state.put_back(loop)
         session.folder.write_metrics(state.history)
-        self._voice.warn(f"{why}; gone back to the checkpoint of step {rig.steps:,}, under another plan")
+
+    def _is_saved_from_nan(self, step: int) -> bool:
+        """Go back to a checkpoint with finite weights, and on in fp32 under the user's own plan.
+
+        Only once, and where the plan is another one: the same plan would come to the same weights.
+        """
+        rig, own = self._rig, self._task.own_plan
+        safe = replace(own, numerics=replace(own.numerics, precision="fp32"))
+        if self._has_gone_back or rig.plan == safe or rig.supports(safe) is not None:
+            return False
+        before, until = rig.plan, step
+        self._session.saver.finish()
+        self.tuner.ended()
+        rig.use(safe, why="the weights were not finite")
+        try:
+            while True:
+                self._restore(until=until)
+                if self._has_finite_weights():
+                    break
+                until = rig.steps - 1
+        except StoreError:
+            rig.use(before, why="there is no checkpoint with finite weights")
+            return False
+        self._has_gone_back = self._is_elsewhere = True
+        self._task = replace(self._task, own_plan=safe, tuned=False, replayed=None)
+        self._choose_anew()
+        why = f"the weights were not finite at step {step:,}; gone back to step {rig.steps:,}, on in fp32: {safe}"
+        rig.write_down("weights not finite", "fault", why)
+        self._voice.warn(why)
+        return True
+
+    def _has_finite_weights(self) -> bool:
+        return all(bool(tensor.isfinite().all()) for tensor in self._rig.model.parameters())
 
     def _step_from_checkpoint(self, window: Window) -> Tensor:
         with unfit_checkpoint(str(self._state.from_checkpoint)):
@@ -418,6 +476,8 @@ class _Loop:
         self.logs.add(record)
         self._voice.say(format_record(record, by_step=job.eval_every is not None))
         self._check_finite(record)
+        if self._is_elsewhere:  # the record is of steps that do not count
+            return
         state.best.judge(record)
         if self._task.on_evaluation is not None:
             answer = self._task.on_evaluation(dict(record))
@@ -439,7 +499,7 @@ class _Loop:
         if not self._warned:
             self._warned = True
             self._warn_of_loss(record)
-        if all(bool(tensor.isfinite().all()) for tensor in rig.model.parameters()):
+        if self._has_finite_weights() or self._is_saved_from_nan(record["step"]):
             return
         self._has_dead_weights = True
         if not self._state.best.is_known:
