@@ -51,8 +51,8 @@ FEW_WINDOWS = 32
 as many steps."""
 REMEMBERED = 16
 """One step in so many keeps its inputs while gates may need them; it copies the inputs of all modules."""
-MOST_LOST = 0.02
-"""Share of the script's run that trials may cost before they have saved as much: no script is to be slower by more."""
+MOST_LOST = 0.06
+"""Share of the script's run that trials may cost before they have saved as much, however much a glance promises."""
 FETCHED_S = 1.0
 """What fetching all samples may take whether they are used or not."""
 
