@@ -63,6 +63,8 @@ def test_the_command_and_the_version_are_where_the_project_says():
 
 def test_files_that_the_package_needs_at_run_time_lie_inside_of_it():
     assert (ROOT / "src" / "hotlap" / "demo" / "digits.npz").is_file()
+    for name in ("layout.html", "report.html", "index.html", "message.html", "page.css", "sort.js"):
+        assert (ROOT / "src" / "hotlap" / "report" / name).is_file()
     assert PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"] == ["src/hotlap"]
 
 

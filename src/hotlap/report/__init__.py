@@ -1,8 +1,8 @@
 """The report of a run: one page that people can read and share, from the files of its folder alone.
 
 `reading` finds out what kind of run a folder holds and reads it; it may be a stranger's. `document` is a report as a
-value: sections of text, figures, tables and pictures. `sections` makes one of a run, `recipe_sections` the parts that
-only recipes and searches have, `checks` its checklist. `rendering` writes it as HTML, Markdown or JSON. `runs` lists
+value: sections of text, figures, tables and pictures. `sections` makes one of a run; the other files of sections have
+its parts, `checks` its checklist. `rendering` writes it as HTML, Markdown or JSON. `runs` lists
 the runs of a folder, `comparing` tells differences from noise, `serving` shows all of it in a browser. Nothing here
 imports torch.
 """

@@ -13,7 +13,8 @@ from hotlap.core.units import show_seconds
 from hotlap.report.document import Cell, Figure, Table
 from hotlap.report.reading import RECIPE, SEARCH, RunFiles, began_s, number, read_run, runs_in
 from hotlap.report.sections import kind_words, score_words, time_of
-from hotlap.report.training_sections import plan_words, ratio_words, total_of
+from hotlap.report.settings_sections import plan_words
+from hotlap.report.training_sections import ratio_words, total_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,18 +27,16 @@ from hotlap.report.reading import (
     words,
 )
 from hotlap.report.recipe_sections import Judged, judged, mistakes, scores, search
+from hotlap.report.settings_sections import files, repeating, settings
 from hotlap.report.training_sections import (
     ROUND,
     curves,
-    files,
     interval_words,
     moves,
     pace,
     phases_chart,
     phases_of,
     ratio_words,
-    repeating,
-    settings,
     speed_tiles,
     total_of,
 )
