@@ -76,7 +76,8 @@ def test_help_fills_the_terminal():
 
 def test_each_command_is_told_in_one_whole_line_at_80_columns(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    own = [line for line in told("-h")[1].splitlines() if line.startswith(("  doctor", "  run ", "  batch", "  resume"))]
+    named = ("  doctor", "  run ", "  batch", "  resume")
+    own = [line for line in told("-h")[1].splitlines() if line.startswith(named)]
     assert len(own) == 4
     assert not any("..." in line for line in own)
 

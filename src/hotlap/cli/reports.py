@@ -74,7 +74,10 @@ def runs(
     folder: Path = typer.Argument(RUNS, metavar="FOLDER", help="The folder of the runs."),
     as_json: bool = _JSON,
 ) -> None:
-    """List the runs of a folder: kind, score, time, plan; the newest first."""
+    """List the runs of a folder: kind, score, time and plan.
+
+    The newest comes first.
+    """
     from hotlap.report.rendering import words_of
     from hotlap.report.runs import list_runs, runs_table
 
@@ -202,7 +205,7 @@ def cheatsheet(
     folder: Path = typer.Argument(RUNS, metavar="FOLDER", help="Runs whose measured gains are listed."),
     as_json: bool = _JSON,
 ) -> None:
-    """Print the commands, the moves, and what they gave in your runs.
+    """Print the commands, the moves, and what moves gave here.
 
     Gains are from the ledgers of the runs in a folder, and from nothing else.
     """
