@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
-from finished_runs import fitted, tuned
+import torch
+from finished_runs import fitted, small_job, tuned
 
+import hotlap
 from hotlap.report.comparing import NOISE, OPEN, REAL, SAME, Value, compare, figures_of, judge
 from hotlap.report.reading import read_run
 from hotlap.report.runs import list_runs
@@ -83,3 +85,35 @@ def test_the_list_of_runs_has_kind_score_speed_time_and_plan(runs):
     assert "at_once" in listed["trees"].plan
     assert "eager" in listed["fit"].plan
     assert all(one.seconds > 0 for one in listed.values())
+
+
+def test_scores_on_other_data_are_not_compared(runs, tmp_path):
+    ours = read_run(fitted(tmp_path / "a").folder)
+    x = torch.randn(50, 8)
+    other = hotlap.fit(small_job_on(x), plan="off", out=tmp_path / "c", progress=False)
+    found = {one.name: one for one in compare([("a", [ours]), ("c", [read_run(other.folder)])])}
+    assert "other data" in found["accuracy"].why
+    assert "other data" not in found["time"].why
+    recipe = compare([("a", [read_run(runs / "temporal")]), ("b", [ours])])
+    assert all(one.verdict == OPEN for one in recipe)
+
+
+def test_runs_of_other_seeds_on_the_same_data_are_compared(tmp_path):
+    job = small_job()
+    runs = []
+    for seed in range(2):
+        again = hotlap.Job(
+            model=small_job(seed).model, data=job.data, valid=job.valid, loss=job.loss, batch_size=20, epochs=2,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), metrics=["accuracy"], seed=seed,
+        )  # fmt: skip
+        runs.append(read_run(hotlap.fit(again, plan="off", out=tmp_path / str(seed), progress=False).folder))
+    assert not any("other data" in one.why for one in compare([("a", runs[:1]), ("b", runs[1:])]))
+
+
+def small_job_on(x):
+    """The small job, judged on other data."""
+    job = small_job()
+    return hotlap.Job(
+        model=job.model, data=job.data, valid=(x, (x[:, 0] > 0).long()), loss=job.loss, optimizer=job.optimizer,
+        batch_size=20, epochs=8, metrics=["accuracy"],
+    )  # fmt: skip

@@ -80,9 +80,22 @@ def compare(groups: Sequence[Group]) -> list[Difference]:
             if all(figure in one for one in (*ours, *theirs)):
                 pair = [one[figure] for one in ours], [one[figure] for one in theirs]
                 verdict, why = judge(*pair)
+                if figure not in (STEP, TIME) and len({judged_on(run) for run in (*runs, *others)} - {""}) > 1:
+                    verdict, why = OPEN, "judged on other data: these scores cannot be compared"
                 values = tuple(value.value for value in pair[0]), tuple(value.value for value in pair[1])
                 found.append(Difference(name=figure, first=name, second=other, values=values, verdict=verdict, why=why))
     return found
+
+
+def judged_on(run: RunFiles) -> str:
+    """What a run was judged on, as a text to compare; empty where its files do not say."""
+    if run.kind == RECIPE:
+        best = mapping(mapping(run.scores.get("models")).get(words(run.scores.get("best"))))
+        named = [run.options.get(name) for name in ("recipe", "data", "target", "valid", "group", "valid_share")]
+        return words([*named, best.get("rows")])
+    identity = mapping(run.trainings[0].facts.get("identity")) if run.trainings else {}
+    found = mapping(identity.get("data")).get("validation sha256") or identity.get("valid")
+    return words(found) if found else ""
 
 
 def judge(ours: Sequence[Value], theirs: Sequence[Value]) -> tuple[str, str]:
