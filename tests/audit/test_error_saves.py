@@ -77,7 +77,8 @@ def ends_alike(tmp_path, **changes):
 
 def test_an_error_in_the_data_saves_the_steps_made_and_says_how_to_go_on(tmp_path):
     run = tmp_path / "broken"
-    (note,) = failed(run, job(Samples(broken=7)))
+    sample, note = failed(run, job(Samples(broken=7)))
+    assert "sample 7" in sample
     step = int((run / "checkpoints").glob("step-*").__next__().name.removeprefix("step-"))
     assert 7 <= step < 14  # it is fetched once in each epoch
     assert note.startswith(f"saved at step {step}; once the error is mended, go on with: hotlap resume {run}")

@@ -157,10 +157,10 @@ def test_a_recipe_goes_on_with_its_trees_and_begins_anew_where_they_are_others(b
     trainer = SimpleNamespace(limit=None, reuse=False, folder=tmp_path, left_out=[])
     grown, stop = counting()
     try:
-        run = train_trees(job_of(), tmp_path / "models" / "trees", trainer, SimpleNamespace(plan="auto"))
+        run = train_trees(job_of(), tmp_path / "models" / "trees", trainer, SimpleNamespace(plan="auto", log=None))
         assert grown[0] <= 4 * 12 - 30 + 1
         same(run, fitted(tmp_path / "whole", job_of()))
-        other = train_trees(job_of(seed=1), tmp_path / "models" / "trees", trainer, SimpleNamespace(plan="auto"))
+        other = train_trees(job_of(seed=1), tmp_path / "models" / "trees", trainer, SimpleNamespace(plan="auto", log=None))
     finally:
         stop()
     assert other.model.record.settings["seed"] == 1
