@@ -155,12 +155,13 @@ def test_a_record_that_is_none_of_trees_is_refused_in_one_line(change, tmp_path)
 def test_a_recipe_goes_on_with_its_trees_and_begins_anew_where_they_are_others(broken_off, tmp_path):
     shutil.copytree(broken_off, tmp_path / "models" / "trees")
     trainer = SimpleNamespace(limit=None, reuse=False, folder=tmp_path, left_out=[])
+    options = SimpleNamespace(plan="auto", log=None)
     grown, stop = counting()
     try:
-        run = train_trees(job_of(), tmp_path / "models" / "trees", trainer, SimpleNamespace(plan="auto", log=None))
+        run = train_trees(job_of(), tmp_path / "models" / "trees", trainer, options)
         assert grown[0] <= 4 * 12 - 30 + 1
         same(run, fitted(tmp_path / "whole", job_of()))
-        other = train_trees(job_of(seed=1), tmp_path / "models" / "trees", trainer, SimpleNamespace(plan="auto", log=None))
+        other = train_trees(job_of(seed=1), tmp_path / "models" / "trees", trainer, options)
     finally:
         stop()
     assert other.model.record.settings["seed"] == 1
