@@ -1,5 +1,6 @@
 """SIGINT and SIGTERM end a training after a step and a checkpoint, whatever comes while it saves."""
 
+import faulthandler
 import os
 import signal
 import sys
@@ -70,8 +71,9 @@ INTERRUPTED = 1
         (signal.SIGINT, (), INTERRUPTED),
         (signal.SIGTERM, (signal.SIGTERM, signal.SIGINT, signal.SIGTERM), 143),
         (signal.SIGINT, (signal.SIGINT, signal.SIGTERM, signal.SIGINT), INTERRUPTED),
+        (signal.SIGUSR1, (signal.SIGUSR2, signal.SIGTERM), 143),
     ],
-    ids=["SIGINT", "SIGTERM and three more", "SIGINT and three more"],
+    ids=["SIGINT", "SIGTERM and three more", "SIGINT and three more", "what Slurm sends, and two more"],
 )
 def test_the_step_is_finished_and_saved_whole_and_it_goes_on_to_the_same_bit(
     tmp_path, whole, first, more, code, workers
@@ -238,6 +240,20 @@ def test_a_signal_that_is_ignored_stays_ignored():
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_a_warning_signal_that_code_in_c_or_the_user_handles_is_left_to_them():
+    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
+    before = signal.signal(signal.SIGUSR2, lambda *_: None)
+    try:
+        handlers = signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGUSR2)
+        with StopRequest() as stop:
+            assert (signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGUSR2)) == handlers
+            os.kill(os.getpid(), signal.SIGUSR2)
+        assert stop.signal is None
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+        faulthandler.unregister(signal.SIGUSR1)
 
 
 def test_without_a_signal_there_is_nothing_to_obey():

@@ -451,6 +451,9 @@ def _say_banner(task: Task, folder: RunFolder) -> None:
         task.voice.say(line)
     for note in (*task.notes(), *task.rig.cautions(task.rig.plan)):
         task.voice.say(f"note   {note}")
+    if task.session_end is not None:
+        saved = "" if task.save_every == 0 else "; a training that is not over by then is saved before"
+        task.voice.say(f"session  {task.session_end.line}{saved}")
     if task.limit is not None:
         task.voice.say(f"time   {task.limit} for this training; what does not fit is left out and listed")
     for problem in task.value_warnings:

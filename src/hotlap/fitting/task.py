@@ -30,6 +30,7 @@ from hotlap.engine.snapshot import Modes, changes_of
 from hotlap.fitting.deadline import TimeLimit
 from hotlap.fitting.progress import Voice
 from hotlap.guard.identity import identity
+from hotlap.machine.session_end import SessionEnd, session_end
 from hotlap.moves import everything
 from hotlap.tuner.tuner import plan_changes
 
@@ -99,6 +100,8 @@ class Task:
     """The ledger of the run whose plans are used again, each at its step."""
     logs: Sequence[str] = ()
     """Names of the logs that metrics go to beside the run folder."""
+    session_end: SessionEnd | None = None
+    """When the session of this process ends, where that is known."""
 
     def facts(self) -> dict[str, Any]:
         """What a checkpoint and `record.json` say of it, with the plan settled on and how that is chosen."""
@@ -202,6 +205,7 @@ def set_up(
 ) -> Task:
     """Make the rig and put it under the plan; raises HotlapError where the job or the plan will not do."""
     start_s = time.perf_counter()
+    end = session_end()
     total = job.steps if job.steps is not None else len(dataset.order.epoch(0)) * (job.epochs or 0)
     modes = Modes([job.model])
     rig = Rig(
@@ -254,6 +258,7 @@ def set_up(
         found=plan.plan if isinstance(plan, Found) else None,
         replayed=plan if isinstance(plan, Ledger) else None,
         logs=logs,
+        session_end=end,
     )
 
 

@@ -16,6 +16,7 @@ from hotlap.core.ledger import Entry
 from hotlap.core.terminal import clean
 from hotlap.engine.objective import PendingMean
 from hotlap.engine.step import Window, is_out_of_memory
+from hotlap.fitting.before_the_end import SavedInTime
 from hotlap.fitting.deadline import Deadline, span_schedule
 from hotlap.fitting.live import LOOK_S, LiveTraining
 from hotlap.fitting.lost_workers import LostWorkers, deaths_told_by_the_feed, is_lost
@@ -43,10 +44,11 @@ def train(task: Task, session: RunSession, state: ProgressState) -> str:
     user's own code or data is raised after a checkpoint of the last step that was made.
     """
     loop, rig, saves = _Loop(task, session, state), task.rig, task.save_every != 0
+    end = task.session_end if saves else None
     live = loop.live
     try:
         sampler = Sampler(session.folder.path, live.read, live.state)
-        with sampler, deaths_told_by_the_feed(), StopRequest() as stop:
+        with sampler, deaths_told_by_the_feed(), StopRequest(end) as stop:
             try:
                 stopped = live.stopped = loop.steps(stop)
             except Exception as error:
@@ -61,7 +63,9 @@ def train(task: Task, session: RunSession, state: ProgressState) -> str:
         if stop.signal is not None:
             if saves and not saved:  # it came while that was decided
                 session.save(state, wait=True)
-            task.voice.say(f"stopped by {stop.signal.name}; go on with: {resume_words(session.folder)}")
+            task.voice.say(f"stopped by {stop.reason}; go on with: {resume_words(session.folder)}")
+            if end is not None and end.then:
+                task.voice.say(f"       {end.then}")
             stop.obey()
     finally:
         loop.logs.close()
@@ -109,6 +113,7 @@ class _Loop:
         rescue = self._rescue
         live, every_s = self.live, self._voice.console.every_s
         next_s, look_s = clock() + every_s, clock() + LOOK_S
+        ends = SavedInTime(self._task, self._session, state, stop)
         if (early := self._early_end()) is not None:
             return early
         if state.from_checkpoint is not None and self._lacks_record():
@@ -142,11 +147,13 @@ class _Loop:
             now = clock()
             if now >= look_s:
                 live.look()
+                if (too_slow := ends.look()) is not None:
+                    self._voice.say(f"time   {too_slow}")
                 look_s = clock() + LOOK_S
             if now >= next_s:
                 self._show()
                 next_s = clock() + every_s
-            if self._is_record_due() and self._has_time_to_evaluate():
+            if self._is_record_due() and ends.leaves_time_to_evaluate() and self._has_time_to_evaluate():
                 self._record()
             if self._was_put_back():
                 return ""

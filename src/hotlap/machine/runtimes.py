@@ -111,7 +111,7 @@ def runtime_problems(runtime: Runtime | None, gpu_names: list[str], *, working_g
                 severity=Severity.NOTE,
                 what=f"a session here ends after {runtime.limit_s // 3600} hours ({runtime.limit_source})",
                 costs="a longer run is cut off",
-                do="give the run a deadline below that, and resume it in the next session",
+                do="give the run a deadline below that (finish_in), or resume what hotlap saves before",
             )
         )
     return found

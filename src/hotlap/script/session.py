@@ -38,6 +38,7 @@ from hotlap.script.feed.loader_proxy import LoaderProxy
 from hotlap.script.idle import WHY as COMPILES
 from hotlap.script.idle import CompileWatch, IdleCounter, TrainingSummary, is_inner
 from hotlap.script.live import LiveScript, Standing
+from hotlap.script.lookout import Lookout
 from hotlap.script.loop_finder import BackwardPasses, Loop, LoopFinder, ManualUpdates
 from hotlap.script.patches import Patches, untraced
 from hotlap.script.report import Report
@@ -131,6 +132,7 @@ class Session:
         """Trainings that the script left for another one, by the optimizer whose steps count."""
         self._faults = 0
         self._sampler: Sampler | None = None
+        self._lookout = Lookout()
         self._length = Length(0, known=False)
         """What the tuner was last told of how long the training is."""
         self._guard = _Guarded(self)
@@ -342,6 +344,8 @@ class Session:
         idle = self._idle
         if idle is not None and idle.counts(optimizer):
             self._other_steps = 0
+            if idle.last >= self._lookout.due_s and self._is_ours:
+                self._look()
             return
         if is_inner(optimizer):
             return
@@ -354,11 +358,18 @@ class Session:
                     self._on_step(optimizer)
                 finally:
                     self._inside = False
+            if self._is_ours and time.perf_counter() >= self._lookout.due_s:
+                self._look()
         # Only this method changes the hooks before a step: they must not change while torch iterates over them.
         if self._idle is not None:
             self._patches.take_out(BEFORE)
         elif not self._patches.has(BEFORE) and self._patches.has(AFTER):
             self._patches.hooked(BEFORE, register_optimizer_step_pre_hook(self._before_step))
+
+    def _look(self) -> None:
+        """Between two steps, every few seconds."""
+        with self._guarded():
+            self._lookout.look()
 
     def _patched_backward(self, own: Callable[..., None]) -> Callable[..., None]:
         depth = 0  # hooks on gradients may call backward themselves

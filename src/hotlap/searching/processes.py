@@ -24,8 +24,10 @@ from typing import Any, Final, NoReturn
 import torch
 
 from hotlap.core.errors import TrainingError, first_line
+from hotlap.core.terminal import say
 from hotlap.data.background_fetch import end_with
 from hotlap.guard.signals import EXIT_CODES, StopRequest
+from hotlap.machine.session_end import session_end
 
 LOOK_S: Final = 0.2
 """Seconds between two looks for a signal."""
@@ -96,6 +98,9 @@ class Processes:
 
     def __init__(self) -> None:
         self.running: list[Process] = []
+        self._session_end = session_end()
+        # Before the processes do, which have margins of their own.
+        self._lead_s = 0.0 if self._session_end is None else self._session_end.margin_s
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         # The system kills the forks when the thread that made them ends.
         self._thread = threading.Thread(target=self._make_forks, name="hotlap forks", daemon=True)
@@ -144,11 +149,13 @@ class Processes:
     def wait(self) -> list[Process]:
         """Processes that have sent something or ended; a signal to stop ends all and then this process."""
         pipes = {process.pipe: process for process in self.running}
-        with StopRequest() as stop:
+        with StopRequest(self._session_end, lead_s=self._lead_s) as stop:
             ready: list[Any] = []
             while not ready and stop.signal is None:
                 ready = wait(list(pipes), timeout=LOOK_S)
         if stop.signal is not None:
+            if stop.reason != stop.signal.name:
+                say(f"stopped by {stop.reason}")
             self.close()
             stop.obey()
         return [process for pipe, process in pipes.items() if pipe in ready]

@@ -25,6 +25,7 @@ from hotlap.fitting.metric_logs import MetricLogs, Names, logs_named
 from hotlap.fitting.record import asked_by_command, note_gone_on, resume_words, start_record
 from hotlap.fitting.run import FinishedRun
 from hotlap.guard.signals import StopRequest
+from hotlap.machine.session_end import session_end
 from hotlap.monitor.sampler import Sampler, is_wanted
 from hotlap.store.cache import Cache, store_model, stored_model
 from hotlap.store.keys import key_of
@@ -187,7 +188,7 @@ class Training:
     ) -> None:  # fmt: skip
         self._job, self._saver, self._folder, self._plan, self._console = job, saver, saver.folder, plan, console
         self._start_s, self._limit, self._ledger, self._logs = start_s, limit, Ledger(), logs
-        self._lock, self._shown_s = threading.Lock(), -math.inf
+        self._lock, self._shown_s, self._session_end = threading.Lock(), -math.inf, session_end()
 
     def run(self, started: dict[str, Any], cached: _Cached | None, *, tunes: bool, gpu: bool) -> TreeRun:
         """The run as it had ended, or of a model in the cache, or trained."""
@@ -224,11 +225,13 @@ class Training:
         say(f"data   {rows:,} rows × {columns:,} columns, {targets_of(job.targets)}, {job.rounds:,} rounds")
         say(f"plan   {self._plan}")
         say(f"run    {folder.path}")
+        if self._session_end is not None:
+            say(f"session  {self._session_end.line}; rounds that are grown by then are saved before")
 
     def train(self, *, tunes: bool, gpu: bool) -> TreeRun:
         """Train to the end, or to a signal."""
         job, saver = self._job, self._saver
-        with StopRequest() as stop:
+        with StopRequest(self._session_end) as stop:
             watch = Watch(stop, self._show, self._until_s(), saver)
             choice = Choice(job, hold(job, self._plan), self._plan, self._ledger, watch, saver)
             live = LiveTrees(job, self._folder.path, watch, lambda: choice.plan, self._ledger)
@@ -248,7 +251,7 @@ class Training:
             is_model = sum(file.targets for file in record.boosters) == job.targets
             self._write(record, contents, is_model=is_model)
         if not is_model or stop.signal is not None:
-            self._console.say(_stop_line(self._folder, is_model=is_model))
+            self._console.say(_stop_line(self._folder, stop.reason, is_model=is_model))
             stop.obey()
         model = TreeModel(record, contents, trusted=not saver.is_resumed)
         return self._ended(model, grown_history(grown), train_s, self._why_ended(grown), _left_out(grown, job))
@@ -369,12 +372,12 @@ def _left_out(grown: list[Grown], job: TreeJob) -> tuple[str, ...]:
     return (f"{len(cut):,} of {len(grown):,} boosters stopped after {least_to_most}",) if cut else ()
 
 
-def _stop_line(folder: RunFolder, *, is_model: bool) -> str:
+def _stop_line(folder: RunFolder, reason: str, *, is_model: bool) -> str:
     path = folder.path
     left = f"{path} has the model as far as it was trained"
     if not is_model:
         left = f"{path / BOOSTERS} has the boosters that were trained, not one for each target"
-    return f"stopped by a signal; {left}; go on with: {resume_words(folder)}"
+    return f"stopped by {reason or 'a signal'}; {left}; go on with: {resume_words(folder)}"
 
 
 class _Cached:

@@ -1,0 +1,47 @@
+"""Beside a script whose training runs: every few seconds a look at what its user should know before it is too late."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+from hotlap.core.errors import HotlapError
+from hotlap.core.terminal import say
+from hotlap.machine.session_end import SessionEnd, session_end
+
+EVERY_S = 2.0
+"""Between two looks."""
+NOTICE_S = 1800.0
+"""How long before the end of the session hotlap says so."""
+NOTICE_SHARE = 0.25
+"""The same as a share of the time that is left when the training begins, where that is less."""
+
+
+class Lookout:
+    """Looks now and then, and shows a line where there is one to show; the session asks between steps."""
+
+    def __init__(self, show: Callable[[str], None] = lambda line: say(f"hotlap  {line}")) -> None:
+        self.due_s = -math.inf
+        """When to look next, by `time.perf_counter`."""
+        self._show, self._has_asked = show, False
+        self._end: SessionEnd | None = None
+        self._notice_s = 0.0
+
+    def look(self) -> None:
+        """Look once; costs some microseconds where there is nothing to say."""
+        self.due_s = time.perf_counter() + EVERY_S
+        if not self._has_asked:
+            self._has_asked = True
+            self._ask()
+        if self._end is not None and self._end.left_s <= self._notice_s:
+            self._show(f"the session {self._end.line}: save the training before, so that it can go on later")
+            self._end = None
+
+    def _ask(self) -> None:
+        try:
+            self._end = session_end()
+        except HotlapError as error:
+            self._show(str(error))
+        if self._end is not None:
+            self._notice_s = min(NOTICE_S, NOTICE_SHARE * self._end.left_s)
