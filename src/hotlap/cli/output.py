@@ -10,15 +10,17 @@ from hotlap.core import terminal
 from hotlap.core.errors import StoreError
 
 
-def show(*lines: object, wrap: bool = True) -> None:
+def show(*lines: object, wrap: bool = True, tabs: bool = False) -> None:
     """Print results on stdout, a line each, and between words in more where a terminal is too narrow for it.
+
+    `tabs` keeps the tabs of source code.
 
     Raises StoreError if it cannot write them. A closed pipe is no error: its reader wants no more.
     """
     if sys.stdout is None:
         return
     try:
-        texts = [terminal.clean(str(line)) for line in lines]
+        texts = [_with_tabs(str(line)) if tabs else terminal.clean(str(line)) for line in lines]
         fitted = terminal.fitted(texts, sys.stdout) if wrap else texts
         terminal.write(sys.stdout, "".join(f"{line}\n" for line in fitted))
     except BrokenPipeError:
@@ -26,6 +28,10 @@ def show(*lines: object, wrap: bool = True) -> None:
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise StoreError(f"cannot write the results to stdout: {why}") from None
+
+
+def _with_tabs(line: str) -> str:
+    return "\t".join(map(terminal.clean, line.split("\t")))
 
 
 def show_json(value: Any, indent: int | None = None) -> None:

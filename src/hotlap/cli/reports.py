@@ -1,4 +1,4 @@
-"""`hotlap report`, `runs`, `compare`, `serve`, `checklist` and `cheatsheet`: what runs came to."""
+"""`hotlap report`, `runs`, `compare`, `diff`, `serve`, `checklist` and `cheatsheet`: what runs came to."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RUNS, WIDTH = Path("runs"), 100
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    for command in (report, runs, compare, serve, checklist, cheatsheet):
+    for command in (report, runs, compare, diff, serve, checklist, cheatsheet):
         app.command()(command)
 
 
@@ -138,6 +138,24 @@ def _group(words: str) -> tuple[str, list[RunFiles]]:
         return whole.name or words, [read_run(whole)]
     paths = [Path(part) for part in words.split(",") if part]
     return ",".join(path.name for path in paths), [read_run(path) for path in paths]
+
+
+def diff(run: Path = _RUN, as_json: bool = _JSON) -> None:
+    """Show what hotlap changed in a run, as you would write it.
+
+    For a script the output is a diff that `patch` takes. Below "write by hand" are lines that have no certain place in
+    it. For a run of `fit` or a recipe the output is lines of PyTorch. Nothing is written.
+    """
+    from hotlap.report.by_hand import by_hand
+    from hotlap.report.reading import read_run
+
+    found = by_hand(read_run(run))
+    if as_json:
+        show_json({"run": str(run), "trainings": [one.to_dict() for one in found]}, indent=1)
+        return
+    for number, one in enumerate(found):
+        show(*[""] * bool(number), *one.comments(), wrap=False)
+        show(*one.diff.split("\n")[:-1], wrap=False, tabs=True)
 
 
 def serve(

@@ -3,8 +3,9 @@
 `reading` finds out what kind of run a folder holds and reads it; it may be a stranger's. `document` is a report as a
 value: sections of text, figures, tables and pictures. `sections` makes one of a run; the other files of sections have
 its parts, `checks` its checklist. `rendering` writes it as HTML, Markdown or JSON. `runs` lists
-the runs of a folder, `comparing` tells differences from noise, `serving` shows all of it in a browser. Nothing here
-imports torch.
+the runs of a folder, `comparing` tells differences from noise, `serving` shows all of it in a browser. `by_hand` has
+what a run changed as the lines one would write, with the places that `source` finds in a script. Nothing here imports
+torch.
 """
 
 from __future__ import annotations

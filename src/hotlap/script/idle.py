@@ -38,6 +38,7 @@ class TrainingSummary:
     last: float
     """When hotlap found it, and when it made its last update, by `time.perf_counter`."""
     notes: list[str]
+    device: str = "cpu"
 
     @property
     def updates(self) -> int:

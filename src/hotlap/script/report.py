@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -53,6 +54,8 @@ class Report:
         """
         self._name, self._out, self._as_json, self._is_fixed = name, out, as_json, is_fixed
         self._words, self._wants_page = words, report
+        # At once: the user may edit a script while it runs. What a module is, shows once it runs.
+        self._script = _named(words[0]) if words and words[0] != "-m" else {}
         self._home = Path().absolute()  # the script may change the working directory
         self._trainings: list[tuple[Ledger, list[str]]] = []
         self._figures: list[dict[str, Any]] = []
@@ -83,6 +86,7 @@ class Report:
             "updates": updates,
             "step_s": step_s,
             "training_s": training.seconds,
+            "device": training.device,
             "notes": [*training.notes, *advice],
         }
         known = [ledger for ledger, _ in self._trainings]
@@ -110,7 +114,8 @@ class Report:
             folder.write_environment(machine.environment())
             run = ("hotlap", "run", *self._words)
             words = {"words": without_secrets(run, os.environ)} if self._words else {}
-            folder.write_started({"command": "run", "script": self._name, **words})
+            script = self._script or (_named(getattr(sys.modules["__main__"], "__file__", None)) if words else {})
+            folder.write_started({"command": "run", "script": self._name, **words, **script})
         return folder
 
     def _written(self, training: TrainingSummary, number: int) -> Path:
@@ -183,6 +188,15 @@ class Report:
                     found.append(f"report {self._shown(write_report(folder.path))}")
             except Exception as error:  # the script is done: nothing of hotlap's may end it otherwise
                 self.fault(error)
+
+
+def _named(file: str | None) -> dict[str, str]:
+    """Where a script lies, and the hash of its text; empty where it is no file."""
+    try:
+        content = Path(file or "").read_bytes()
+    except OSError:  # a folder or a zip file with a __main__.py
+        return {}
+    return {"file": str(Path(file or "").absolute()), "sha256": hashlib.sha256(content).hexdigest()}
 
 
 def _process_age_s() -> float:

@@ -229,6 +229,7 @@ class ScriptTuning:
             began=self.began,
             last=self._last,
             notes=[*self._left_out, *self.evaluation_feed.lines],
+            device=str(training.device),
         )
 
     @property
