@@ -1,6 +1,8 @@
 """Weights that become NaN under another plan: the training goes back, and on in fp32 under the user's own."""
 
 import math
+import time
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -8,7 +10,9 @@ from plain import class_data, parameters_of
 from torch import nn
 
 import hotlap
-from hotlap import TrainingError
+from hotlap import Ledger, TrainingError
+from hotlap.core.ledger import Entry
+from hotlap.fitting import session
 
 
 class Fragile(nn.Module):
@@ -81,9 +85,50 @@ def test_weights_that_become_nan_in_fp32_too_end_it():
         trained(13, in_any=True)
 
 
-def test_without_a_checkpoint_it_ends():
+def test_without_a_checkpoint_it_goes_back_to_the_first_weights():
+    run = trained(5, save_every=0)
+    assert run.steps == 4 * PER_EPOCH
+    assert run.plan.numerics.precision == "fp32"
+    assert any("gone back to step 0, on" in problem for problem in run.problems)
+    assert run.history == [{**record, "elapsed_s": ANY} for record in trained(10**9, plan="off").history]
+
+
+def test_without_anything_to_go_back_to_it_ends(monkeypatch):
+    monkeypatch.setattr(session, "KEPT_BYTES", 0)
     with pytest.raises(TrainingError, match="the weights are not finite"):
         trained(5, save_every=0)
+
+
+class InPieces(nn.Module):
+    """Gives NaN for fewer than ten samples, from a number of training calls on."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.layer(x) * (math.nan if self.training and len(x) < 10 else 1.0)
+
+
+def test_of_several_moves_only_the_newest_is_left():
+    job = {"model": InPieces()}
+    earlier = trained(0, plan="off", **job)
+    held = earlier.plan.but(kind="resident")
+    ledger = Ledger()
+    for step, plan in ((0, earlier.plan), (4, held), (9, held.but(micro_batch=5))):
+        ledger.record(Entry(step=step, what="a move", outcome="chosen", plan=plan))
+    earlier.files.write_ledger(ledger)
+    run = trained(0, plan=earlier.folder, **job)
+    assert run.plan == held
+    assert run.steps == 4 * PER_EPOCH
+    assert any("micro_batch 5 → None" in problem for problem in run.problems)
+
+
+def test_the_clock_of_a_run_that_went_back_counts_each_second_once():
+    began = time.perf_counter()
+    run = trained(4 * PER_EPOCH - 1)
+    assert run.total_s <= time.perf_counter() - began
 
 
 def test_under_the_users_own_plan_in_fp32_it_ends_at_once():

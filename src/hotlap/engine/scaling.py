@@ -213,6 +213,11 @@ class Guards:
         return guard, skips_on_device(self._optimizer) and moves_rates_only(self._schedule, self._optimizer)
 
     @property
+    def may_skip(self) -> bool:
+        """Whether an update may have been skipped."""
+        return self._scale is not None or self._check is not None
+
+    @property
     def skipped(self) -> int:
         """Skipped updates; waits for the device, which counts them."""
         return self._before + sum(guard.skips() for guard in self._all())

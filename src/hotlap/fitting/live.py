@@ -177,6 +177,11 @@ class LossCurve:
         """The loss of the latest steps; NaN before the first look."""
         return self._points[-1][1] if self._points else math.nan
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the loss of the latest steps is not finite."""
+        return bool(self._points) and not math.isfinite(self._points[-1][1])
+
     def points(self) -> list[tuple[int, float]]:
         """Steps, and the mean loss up to each."""
         return [(step, loss) for step, loss in self._points[:MOST_LOSSES]]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +15,19 @@ from torch import Tensor
 from hotlap.core.errors import HotlapError, StoreError
 from hotlap.core.job import Job
 from hotlap.core.ledger import Ledger
+from hotlap.core.units import MIB
 from hotlap.engine.rig import Rig
+from hotlap.engine.snapshot import PythonState
+from hotlap.fitting.first_nan import are_finite
 from hotlap.fitting.task import Task, trained_tensors
-from hotlap.guard.saving import Saver, export_state
+from hotlap.guard.saving import Saver, export_state, import_state
 from hotlap.store.checkpoints import Checkpoints
+from hotlap.store.disk import Piece
 from hotlap.store.run_folder import RunFolder, RunLock
 from hotlap.store.tensors import copied_to_host
+
+KEPT_BYTES = 8 * MIB
+"""The most weights of which step 0 is kept in memory: copying them takes some milliseconds."""
 
 
 @contextmanager
@@ -186,12 +193,16 @@ class ProgressState:
 
     def put_back(self, stored: dict[str, Any]) -> Ledger:
         """Go on from what a checkpoint kept; the ledger it had. Raises ValueError and the like where it is forged."""
+        self.put_back_records(stored)
+        self.clock.before_s, self.clock.train_before_s = float(stored["elapsed_s"]), float(stored["train_s"])
+        return Ledger.from_lines(stored["ledger"])
+
+    def put_back_records(self, stored: dict[str, Any]) -> None:
+        """As `put_back`, in the process that made the checkpoint: its clock and its ledger go on."""
         self.history = records(*stored["history"])
         self.best.put_back(stored["best"])
         self.planned = stored.get("planned")
         counts(self.planned or 0)
-        self.clock.before_s, self.clock.train_before_s = float(stored["elapsed_s"]), float(stored["train_s"])
-        return Ledger.from_lines(stored["ledger"])
 
 
 class RunSession:
@@ -210,11 +221,51 @@ class RunSession:
             size=task.checkpoint_bytes(),
         )
 
+        self._start: dict[str, Iterable[Piece]] | None = None
+        """The files of a checkpoint of step 0, if they were kept in memory."""
+        self._remembered: PythonState | None = None
+        """What modules, the optimizer and functions remembered at step 0."""
+
     def save(self, state: ProgressState, *, wait: bool = False) -> None:
         """Make a checkpoint of where the rig stands; it is written beside the training unless that is to `wait`."""
-        rig, loop = self._task.rig, state.export(self._task.rig.ledger)
-        loop["order"] = self._task.dataset.order.sampler_state()
+        rig = self._task.rig
+        if not are_finite(p for module in rig.modules for p in module.parameters()):
+            self._task.voice.warn(f"step {rig.steps:,} is not saved: its weights are not finite")
+            return
+        loop = self._exported(state)
         remembered, note = self._task.memory.found()
         if note is not None:
             self._task.voice.say(f"note   {note}")
         self.saver.save(rig.steps, lambda: export_state(rig, loop, remembered), self._task.facts(), wait=wait)
+
+    def keep_start(self, state: ProgressState) -> None:
+        """Keep step 0 of a small model in memory: a short run has no checkpoint to go back to."""
+        rig = self._task.rig
+        if rig.steps or self._task.weights_bytes() > KEPT_BYTES:
+            return
+        with suppress(StoreError, OSError, MemoryError):
+            self._start, self._remembered = export_state(rig, self._exported(state)), rig.python_state()
+
+    def put_back(self, *, until: int, or_start: bool = False) -> dict[str, Any]:
+        """Put rig and sampler back to the newest checkpoint up to a step; what it kept of the loop.
+
+        Goes back to step 0 if asked to and there is no checkpoint. Raises StoreError if that was not kept either.
+        """
+        task = self._task
+        self.saver.finish()
+        remembered = None
+        try:
+            files = self.checkpoints.newest_good(until=until)[0].files
+        except StoreError:
+            if not or_start or self._start is None or until < 0:
+                raise
+            files = {name: b"".join(pieces) for name, pieces in self._start.items()}
+            self._start, remembered = {name: [whole] for name, whole in files.items()}, self._remembered
+        loop = import_state(task.rig, files, task.memory.changes)
+        if remembered is not None:
+            remembered.restore()
+        task.dataset.order.restore_sampler(loop.get("order"))
+        return loop
+
+    def _exported(self, state: ProgressState) -> dict[str, Any]:
+        return {**state.export(self._task.rig.ledger), "order": self._task.dataset.order.sampler_state()}

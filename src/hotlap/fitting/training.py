@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor
 
 from hotlap.core.errors import DivergedError, StoreError, first_line
-from hotlap.core.ledger import Entry
 from hotlap.core.terminal import clean
 from hotlap.engine.objective import PendingMean
 from hotlap.engine.step import Window, is_out_of_memory
@@ -21,13 +20,13 @@ from hotlap.fitting.deadline import Deadline, span_schedule
 from hotlap.fitting.live import LOOK_S, LiveTraining
 from hotlap.fitting.lost_workers import LostWorkers, deaths_told_by_the_feed, is_lost
 from hotlap.fitting.metric_logs import MetricLogs
+from hotlap.fitting.not_finite import NotFinite
 from hotlap.fitting.progress import Pace, format_record, status
 from hotlap.fitting.record import resume_words
 from hotlap.fitting.rescue import Rescue, within
 from hotlap.fitting.session import ProgressState, RunSession, unfit_checkpoint
 from hotlap.fitting.task import Task
 from hotlap.fitting.tuning import chooser_for, tuning_line
-from hotlap.guard.saving import import_state
 from hotlap.guard.signals import StopRequest
 from hotlap.monitor.sampler import Sampler
 
@@ -56,6 +55,7 @@ def train(task: Task, session: RunSession, state: ProgressState) -> str:
                 loop.save_after(error)
                 raise
             loop.tuner.ended()
+            saves = saves and not loop.numbers.has_dead_weights
             asked = stop.signal is not None
             saved = saves and (asked or session.saver.due_at_end(rig.steps))
             if saved:
@@ -80,6 +80,8 @@ class _Loop:
         self._job, self._rig, self._voice, self._save_every = task.job, task.rig, task.voice, task.save_every
         self._task = within(task, task.rig.plan.memory) if task.tuned else task
         self._session, self._state = session, state
+        if self._save_every is None or self._save_every == 0:
+            session.keep_start(state)
         state.clock.loop_s = time.perf_counter()
         self._pace = Pace(task.total, task.rig.steps, task.rig.samples)
         self._deadline = self._deadline_of(task)
@@ -90,7 +92,9 @@ class _Loop:
         self._rescue, self._lost_workers = Rescue(task.rig), LostWorkers(task.rig)
         self._told = self.tuner.done
         """Whether the outcome of tuning was shown, or there is none."""
-        self._warned = self._has_dead_weights = self._has_gone_back = False
+        self.numbers = NotFinite(task, session, state)
+        self._dead: list[str] = []
+        """What to say of numbers that are not finite and have ended the training, a line each."""
         self._is_elsewhere = False
         """Whether the training has been put back since the last step."""
         self._open: tuple[dict[str, Any], PendingMean] | None = None
@@ -150,6 +154,12 @@ class _Loop:
                 if (too_slow := ends.look()) is not None:
                     self._voice.say(f"time   {too_slow}")
                 look_s = clock() + LOOK_S
+                if live.losses.is_lost:
+                    self._check_weights()
+            if row := self.numbers.skipped_in_a_row():
+                self._answer_skips(row)
+            if self._was_put_back():
+                return ""
             if now >= next_s:
                 self._show()
                 next_s = clock() + every_s
@@ -164,8 +174,7 @@ class _Loop:
                 return "on a signal"
             if (over := self._out_of_time()) is not None:
                 return over
-            if saver.due(rig.steps):
-                self._finish_record()
+            if saver.due(rig.steps) and self._may_save():
                 began = clock()
                 self._session.checkpoints.trusted = self.tuner.trusted
                 live.doing = "saving"
@@ -175,8 +184,11 @@ class _Loop:
             if self._was_put_back():
                 return ""
         self._finish_record()
+        self._check_weights()
         if self._was_put_back():
             return ""
+        if self._dead and (early := self._early_end()) is not None:
+            return early
         if stop.signal is not None:
             return "on a signal"
         if not state.history or state.history[-1]["step"] != rig.steps:
@@ -233,8 +245,8 @@ class _Loop:
     def _early_end(self) -> str | None:
         """Why the training ends before its time; None where it goes on."""
         job, best = self._job, self._state.best
-        if self._has_dead_weights:
-            return "early: the weights are not finite any more; those of the best evaluation are restored"
+        if self._dead:
+            return f"early: {self._dead[0]}; the weights of the best evaluation are restored"
         if self._state.asked_to_end is not None:
             return f"early: {self._state.asked_to_end}"
         return f"early: no better {job.monitor} in {job.patience} evaluations" if best.is_long_ago() else None
@@ -267,10 +279,12 @@ class _Loop:
         """Save what was trained before an error, and add to the error the line that goes on from there."""
         rig, session, state = self._rig, self._session, self._state
         # A training that made no step has nothing to lose, and one whose weights are NaN nothing to keep.
-        if self._save_every == 0 or rig.steps == 0 or self._has_dead_weights:
+        if self._save_every == 0 or rig.steps == 0 or self.numbers.has_dead_weights:
             return
         try:
             unsaved = self._rescue.step_back(error, self._failed) if self._failed is not None else None
+            if unsaved is None and not self.numbers.has_finite_weights():
+                unsaved = "its weights are not finite"
             if unsaved is None and rig.steps != self._begun_at:
                 self._finish_record()
                 self.tuner.ended()
@@ -346,56 +360,14 @@ class _Loop:
     def _go_back(self, good: int) -> None:
         """Go on from the newest checkpoint of a time at which all was well; from here, where there is none."""
         why = "the tuned plan no longer trains as the user's own does"
-        self._session.saver.finish()
         self._open = None
         try:
-            self._restore(until=good)
+            self._state.put_back_records(self._session.put_back(until=good))
         except StoreError as error:
             self._voice.warn(f"{why}; another one is used from step {self._rig.steps:,} on ({error})")
             return
+        self._session.folder.write_metrics(self._state.history)
         self._voice.warn(f"{why}; gone back to the checkpoint of step {self._rig.steps:,}, under another plan")
-
-    def _restore(self, *, until: int) -> None:
-        """Put the training back to its newest checkpoint up to a step. Raises StoreError where there is none."""
-        session, state = self._session, self._state
-        checkpoint, _ = session.checkpoints.newest_good(until=until)
-        loop = import_state(self._rig, checkpoint.files, self._task.memory.changes)
-        self._task.dataset.order.restore_sampler(loop.get("order"))
-        state.put_back(loop)
-        session.folder.write_metrics(state.history)
-
-    def _is_saved_from_nan(self, step: int) -> bool:
-        """Go back to a checkpoint with finite weights, and on in fp32 under the user's own plan.
-
-        Only once, and where the plan is another one: the same plan would come to the same weights.
-        """
-        rig, own = self._rig, self._task.own_plan
-        safe = replace(own, numerics=replace(own.numerics, precision="fp32"))
-        if self._has_gone_back or rig.plan == safe or rig.supports(safe) is not None:
-            return False
-        before, until = rig.plan, step
-        self._session.saver.finish()
-        self.tuner.ended()
-        rig.use(safe, why="the weights were not finite")
-        try:
-            while True:
-                self._restore(until=until)
-                if self._has_finite_weights():
-                    break
-                until = rig.steps - 1
-        except StoreError:
-            rig.use(before, why="there is no checkpoint with finite weights")
-            return False
-        self._has_gone_back = self._is_elsewhere = True
-        self._task = replace(self._task, own_plan=safe, tuned=False, replayed=None)
-        self._choose_anew()
-        why = f"the weights were not finite at step {step:,}; gone back to step {rig.steps:,}, on in fp32: {safe}"
-        rig.write_down("weights not finite", "fault", why)
-        self._voice.warn(why)
-        return True
-
-    def _has_finite_weights(self) -> bool:
-        return all(bool(tensor.isfinite().all()) for tensor in self._rig.model.parameters())
 
     def _step_from_checkpoint(self, window: Window) -> Tensor:
         with unfit_checkpoint(str(self._state.from_checkpoint)):
@@ -496,35 +468,43 @@ class _Loop:
         self.tuner.paused(spent)
 
     def _check_finite(self, record: dict[str, Any]) -> None:
-        """Warn of a loss that is not finite, and end the training where the weights are not either.
+        """Warn of a loss that is not finite, and answer weights that are not either, or updates that are skipped."""
+        self.numbers.warn_of_loss(record)
+        if not all(math.isfinite(record.get(name, 0.0)) for name in ("train_loss", "valid_loss")):
+            self._check_weights()
+        if not self._is_elsewhere and (row := self.numbers.skipped_in_a_row(is_record=True)):
+            self._answer_skips(row)
 
-        Raises TrainingError where no better weights are kept, which early stopping would have.
+    def _check_weights(self) -> None:
+        """Answer weights that are not finite."""
+        if not self._dead and not self._is_elsewhere and not self.numbers.has_finite_weights():
+            self._answer_not_finite("the weights are not finite", until=self._rig.steps)
+
+    def _answer_skips(self, row: int) -> None:
+        """Answer updates that were skipped one after the other."""
+        what = f"{row:,} updates in a row have gradients that are not finite"
+        self._answer_not_finite(what, until=self._rig.steps - row)
+
+    def _may_save(self) -> bool:
+        """Whether the training stands where a checkpoint is worth making; answers weights that are not finite."""
+        self._finish_record()
+        self._check_weights()
+        return not self._dead and not self._is_elsewhere
+
+    def _answer_not_finite(self, what: str, *, until: int) -> None:
+        """Go on from finite numbers under another plan; if there is none, end the training and say where it began.
+
+        Raises DivergedError if no better weights are kept, which early stopping would have.
         """
-        rig = self._rig
-        if math.isfinite(record["train_loss"]):
+        in_force, self._open = self._rig.plan, None
+        self.tuner.ended()
+        plan = self.numbers.go_back(what, in_force, until=until)
+        if plan is not None:
+            self._is_elsewhere = True
+            self._task = replace(self._task, own_plan=plan, tuned=False, replayed=None)
+            self._choose_anew()
             return
-        if not self._warned:
-            self._warned = True
-            self._warn_of_loss(record)
-        if self._has_finite_weights() or self._is_saved_from_nan(record["step"]):
-            return
-        self._has_dead_weights = True
+        self._dead = self.numbers.stop(what)
         if not self._state.best.is_known:
-            reason = self._task.value_warnings[:1] or ["see the warning above"]
-            raise DivergedError(
-                f"the weights are not finite at step {rig.steps:,} and would stay so: {reason[0]}; training has ended, "
-                "and what is saved was saved before"
-            )
-
-    def _warn_of_loss(self, record: dict[str, Any]) -> None:
-        rig = self._rig
-        why = f"the training loss is {record['train_loss']} at step {record['step']}"
-        rig.ledger.record(Entry(step=rig.steps, what="loss not finite", outcome="fault", plan=rig.plan, why=why))
-        others = {
-            "clip=1.0": self._job.clip is None,
-            "precision fp32": rig.plan.numerics.precision != "fp32",
-            "skip_nonfinite=True": not self._job.skip_nonfinite,
-        }
-        cures = ["a smaller learning rate", *(cure for cure, is_new in others.items() if is_new)]
-        causes = f"most likely since {self._task.value_warnings[0]}; else " if self._task.value_warnings else ""
-        self._voice.warn(f"{why}; {causes}try {', '.join(cures)}")
+            raise DivergedError("\n  ".join(self._dead))
+        self._voice.warn("; ".join(self._dead))

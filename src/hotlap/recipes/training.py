@@ -479,7 +479,7 @@ class _Training:
                 log=self.options.log,
             )
         except DivergedError as error:
-            raise self.diverged(out.name, str(error).partition(" and would")[0]) from None
+            raise self.diverged(out.name, str(error).partition("\n  try ")[0]) from None
         except AnotherTrainingError as error:
             raise StoreError(
                 f"{error.what}; go on with the files and options that it had, or name another --out"
@@ -503,7 +503,8 @@ class _Training:
         """The error of a training that diverged, with what to do."""
         lr = self.options.lr
         lower = f"than {lr:g}, or without it" if lr else "than the recipe's own, as 1e-5"
-        return DivergedError(f"the training of {name} diverged: {why}; train with a smaller --lr {lower}")
+        then = "\n  " if "\n" in why else "; "
+        return DivergedError(f"the training of {name} diverged: {why}{then}train with a smaller --lr {lower}")
 
     def report(
         self, found: list[Judged], best: Judged, rules: dict[str, Report], folds: dict[str, Report]
