@@ -23,9 +23,11 @@ import torch
 from benchmarks.overhead import WORK, data_for, engine_steps
 from benchmarks.paired import median_interval
 from hotlap.core.units import show_seconds
-from hotlap.fitting.live import gpu_of, sample_of
+from hotlap.fitting.live import LOOK_S, gpu_of, sample_of
 from hotlap.monitor import sampler as module
+from hotlap.monitor.growing_memory import TURNS
 from hotlap.monitor.hardware import HostReader
+from hotlap.monitor.memory_watch import Growth, MemoryWatch
 from hotlap.monitor.sampler import EVERY_S, Sampler
 
 
@@ -46,6 +48,32 @@ def share(pairs: list[tuple[float, float]], often: float) -> str:
     ratios = sorted((with_s / without_s - 1) / often for without_s, with_s in pairs)
     low, high = median_interval(len(ratios))
     return f"{100 * statistics.median(ratios):+.2f} % [{100 * ratios[low]:+.2f}, {100 * ratios[high]:+.2f}]"
+
+
+def memory_lines(steps: Iterator[None], device: torch.device) -> list[str]:
+    """What a look at memory costs, and what it takes once to find the line where memory grows."""
+    watch, looks = MemoryWatch(device), []
+    for step in range(200):
+        watch.forget()
+        began = time.perf_counter()
+        watch.look(step)
+        looks.append(time.perf_counter() - began)
+    look_s = statistics.median(looks)
+    took = []
+    for is_watched in (False, True):
+        began = time.perf_counter()
+        if is_watched:
+            watch.watch_steps(watch.trends[0], Growth(1.0, 1.0))
+        for _ in range(TURNS):
+            next(steps)
+            watch.step_ended()
+        took.append(time.perf_counter() - began)
+    watch.close()
+    share = f"{100 * look_s / LOOK_S:.4f} % of the time"
+    return [
+        f"a look at memory takes {show_seconds(look_s)}, every {show_seconds(LOOK_S)}: {share}",
+        f"where memory grows, {TURNS} watched steps take {show_seconds(took[1])}, not {show_seconds(took[0])}, once",
+    ]
 
 
 def main() -> None:
@@ -87,6 +115,8 @@ def main() -> None:
     print(f"one reading takes {show_seconds(spent_s / readings)} of a core, in {readings:,} readings")
     print(f"read once a second it adds {share(walls, args.often)} to the time of a step")
     print(f"                       and {share(cores, args.often)} to what a step takes of the cores")
+    for line in memory_lines(steps, device):
+        print(line)
     print("promised: at most 1 %")
 
 

@@ -12,7 +12,7 @@ import hotlap
 from hotlap import Job, TrainingError
 from hotlap.data.sources import tensors_in
 from hotlap.kit.bench import opened
-from hotlap.kit.tensor_memory import LiveTensors
+from hotlap.monitor.live_tensors import LiveTensors
 
 DEVICE = "cuda"
 WIDTH, LENGTH, BLOCKS = 256, 128, 4

@@ -140,7 +140,7 @@ def test_a_script_hears_of_the_end_once_and_well_before_and_is_left_alone(monkey
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(end_s))
     model, data = nn.Linear(4, 1), TensorDataset(*class_data(64, 4, 2))
     optimizer, losses = optim.SGD(model.double().parameters(), lr=0.01), []
-    with Session(Settings(name="train", plan="off")):
+    with Session(Settings(name="train", tune_s=0.0)):
         while time.time() < end_s + 0.2:
             for x, _ in DataLoader(data, batch_size=16):
                 loss = model(x).square().mean()

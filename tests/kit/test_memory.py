@@ -22,7 +22,7 @@ from hotlap.kit import memory as kit
 from hotlap.kit import savings
 from hotlap.kit.memory import draw_course, memory_of_script
 from hotlap.kit.probe import ProbeResult, ScriptTrials
-from hotlap.kit.tensor_memory import FIRST, TURNS, GrowthWatch, grown
+from hotlap.monitor.growing_memory import FIRST, TURNS, GrowthWatch, grown
 from hotlap.script.running import Target
 
 WIDTH, LENGTH, BATCH, BLOCKS = 16, 8, 32, 3

@@ -48,7 +48,7 @@ def _users_errors() -> Iterator[None]:
 
 def _own_lines(error: Exception) -> list[str]:
     """The lines of the user's code that led to an error; none if the error arose in hotlap."""
-    from hotlap.kit.tensor_memory import is_users_file
+    from hotlap.monitor.live_tensors import is_users_file
 
     hotlaps = str(Path(__file__).parents[1])
     frames = traceback.extract_tb(error.__traceback__)

@@ -13,12 +13,14 @@ import torch
 from hotlap import machine
 from hotlap.core.ledger import Ledger
 from hotlap.engine.objective import PendingMean
+from hotlap.engine.rig import Rig
 from hotlap.fitting.session import ProgressState, RunSession
 from hotlap.fitting.task import Task
 from hotlap.machine.catalogue import GpuModel, find_gpu
 from hotlap.machine.cuda import cuda_gpu
 from hotlap.monitor.first_epoch import LEAST_S, FirstEpoch
 from hotlap.monitor.hardware import GpuReader, HostReader, open_gpus
+from hotlap.monitor.memory_watch import MemoryWatch
 from hotlap.monitor.verdict import Seen, Verdict, headway, verdict
 from hotlap.tuner.tuner import PlanChooser
 
@@ -61,6 +63,8 @@ class LiveTraining:
         """Why it ended; empty while it runs."""
         self.losses = LossCurve()
         self._first = FirstEpochWatch(task)
+        self._memory, self._watched_plan = MemoryWatch(task.rig.device), task.rig.plan
+        self._begun_at = task.rig.steps
         self._host = HostReader(session.folder.path)
         self._gpu, self._model = gpu_of(task.rig.device)
         self._marks: deque[Mark] = deque([self._mark()], maxlen=MARKS)
@@ -74,11 +78,33 @@ class LiveTraining:
         self.losses.look(self._rig.steps, totals.peek(), totals.resets)
         for line in self._first.look(self._mark(), self.losses, self._rig.ledger):
             self._task.voice.say(f"check  {line}")
+        self._look_at_memory()
 
     def stepped(self) -> None:
         """Take in a step, as long as the first epoch is not over."""
         if not self._first.is_over and self._rig.place.window >= self._rig.epoch_windows:
             self._first.epoch_over(self._mark())
+        if self._memory.is_open:
+            self._tell_of_memory(self._memory.step_ended())
+
+    def close(self) -> None:
+        """The training makes no more steps."""
+        self._memory.close()
+
+    def _look_at_memory(self) -> None:
+        """Whether memory grows, under one plan: trials and other plans take and give back memory."""
+        rig = self._rig
+        if not self.tuner.done or rig.plan != self._watched_plan:
+            self._memory.forget()
+            self._watched_plan = rig.plan
+            return
+        filled_at = self._begun_at + rig.epoch_windows
+        self._tell_of_memory(self._memory.look(rig.steps, filled_at=filled_at, may_watch=_runs_its_lines(rig)))
+
+    def _tell_of_memory(self, line: str | None) -> None:
+        if line is not None:
+            self._rig.write_down("memory grows", "fault", line)
+            self._task.voice.warn(line)
 
     # --- in the thread of the sampler ------------------------------------------------------------------
 
@@ -260,6 +286,13 @@ class FirstEpochWatch:
             first_bytes=self._bytes,
             last_bytes=held,
         )
+
+
+def _runs_its_lines(rig: Rig) -> bool:
+    """Whether each step runs the model's own code, operation by operation."""
+    how = rig.plan.execution
+    compiled = (vars(one).get("_compiled_call_impl") or hasattr(one, "_orig_mod") for one in rig.model.modules())
+    return how.mode == "eager" and how.compile == "no" and not any(compiled)
 
 
 def as_state(found: Verdict) -> dict[str, Any]:

@@ -68,6 +68,7 @@ def train(task: Task, session: RunSession, state: ProgressState) -> str:
                 task.voice.say(f"       {end.then}")
             stop.obey()
     finally:
+        live.close()
         loop.logs.close()
         session.saver.finish()
     return stopped

@@ -9,5 +9,5 @@
   inside, if asked under a plan of `hotlap run`.
 - `search` finds the largest and the fastest batch; `start_size` chooses the size that it begins with.
 - `samples` finds the longest samples of a dataset and times its transforms.
-- `tensor_memory` counts tensors as they come and go; `savings` predicts and tries what would lower the peak.
+- `update_watch` counts the memory of an update by its parts; `savings` predicts and tries what would lower the peak.
 """

@@ -36,9 +36,11 @@ from hotlap.kit.probe import ProbeResult
 from hotlap.kit.samples import longest_first
 from hotlap.kit.savings import Saving, least_batch, model_facts
 from hotlap.kit.search import Trial
-from hotlap.kit.tensor_memory import KINDS, GrowingMemory, GrowthWatch, LiveTensors, UpdateWatch
+from hotlap.kit.update_watch import KINDS, UpdateWatch
 from hotlap.machine.cuda import usable_bytes
 from hotlap.machine.limits import read_memory
+from hotlap.monitor.growing_memory import GrowingMemory, GrowthWatch
+from hotlap.monitor.live_tensors import LiveTensors
 
 WARM, BLOCKS, BLOCK_S = 3, 5, 0.04
 """Updates before timing; timed blocks, of which the median counts; least seconds of a block."""

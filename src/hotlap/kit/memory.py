@@ -19,7 +19,8 @@ from hotlap.kit.bench import JobTrials, opened
 from hotlap.kit.probe import BEGINS_S, LAP_S, LAPS, RUNS, ProbeRequest, ProbeResult, ScriptTrials, run_probe
 from hotlap.kit.savings import ModelFacts, Saving, Trials, Update, savings, table
 from hotlap.kit.search import TooShortError
-from hotlap.kit.tensor_memory import KINDS, GrowingMemory
+from hotlap.kit.update_watch import KINDS
+from hotlap.monitor.growing_memory import GrowingMemory
 from hotlap.plots import round_marks
 from hotlap.script.running import Target
 from hotlap.store.files import write_text

@@ -2,6 +2,8 @@
 
 `calibration` and `census` measure and count, `bound` says what bounds a step. `hardware` reads GPU and host, `sampler`
 does so beside a training, `verdict` says what bounds that now, and `first_epoch` whether it goes as it promised.
+`live_tensors` counts tensors as they come and go, `growing_memory` finds what keeps them, and `memory_watch` notices
+beside a training that memory grows.
 `trainings` finds trainings by what they leave, `screen` makes lines of it, and `watch` shows them.
 `findings` are what is wrong with a training, in order of cost; `aftermath` makes them from a run or a process.
 """

@@ -6,9 +6,12 @@ import math
 import time
 from collections.abc import Callable
 
+import torch
+
 from hotlap.core.errors import HotlapError
 from hotlap.core.terminal import say
 from hotlap.machine.session_end import SessionEnd, session_end
+from hotlap.monitor.memory_watch import MemoryWatch
 
 EVERY_S = 2.0
 """Between two looks."""
@@ -27,6 +30,39 @@ class Lookout:
         self._show, self._has_asked = show, False
         self._end: SessionEnd | None = None
         self._notice_s = 0.0
+        self._memory: MemoryWatch | None = None
+
+    def begin(self, device: torch.device) -> None:
+        """A training of the script has begun."""
+        self.end()
+        self._memory = MemoryWatch(device)
+
+    def end(self) -> None:
+        """The training is over, or hotlap leaves it alone."""
+        if self._memory is not None:
+            self._memory.close()
+        self._memory, self.due_s = None, -math.inf
+
+    def memory_line(self, step: int, *, filled_at: int | None, is_steady: bool, may_watch: bool) -> str | None:
+        """Look at memory between two steps, after `look`; the line on what grows, once that is known.
+
+        `filled_at` is the step up to which a cache may fill. Memory `is_steady` unless hotlap changes how it trains.
+        """
+        memory = self._memory
+        if memory is None:
+            return None
+        if memory.is_open:
+            line = memory.step_ended()
+        elif is_steady:
+            line = memory.look(step, filled_at=filled_at, may_watch=may_watch)
+        else:
+            memory.forget()
+            return None
+        if memory.is_open:
+            self.due_s = -math.inf  # each step is one to watch
+        if line is not None:
+            self._show(line)
+        return line
 
     def look(self) -> None:
         """Look once; costs some microseconds where there is nothing to say."""

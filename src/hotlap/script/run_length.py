@@ -75,6 +75,11 @@ class RunLength:
         """Estimated optimizer steps in all; None without any evidence."""
         return self._guess()[0]
 
+    @property
+    def first_epoch_ends(self) -> int | None:
+        """The step with which the first epoch ends, about; None if that is unknown."""
+        return self._now.steps_an_epoch
+
     def began_epoch(self, loader_length: int | None, frame: FrameType | None) -> None:
         """A loader of the training begins an epoch of `loader_length` batches, called from `frame`."""
         try:

@@ -370,6 +370,18 @@ class Session:
         """Between two steps, every few seconds."""
         with self._guarded():
             self._lookout.look()
+            standing = self._standing()
+            if standing is None:
+                return
+            line = self._lookout.memory_line(
+                standing.updates,
+                filled_at=self._run_length.first_epoch_ends,
+                is_steady=not standing.is_tuning,
+                may_watch=standing.plan.execution.mode == "eager" and not self._compile_watch.has_begun,
+            )
+            if line is not None:
+                summary = self._idle.summary_before if self._idle is not None else None
+                (self._advice if summary is None else summary.notes).append(line)
 
     def _patched_backward(self, own: Callable[..., None]) -> Callable[..., None]:
         depth = 0  # hooks on gradients may call backward themselves
@@ -505,6 +517,7 @@ class Session:
         if self._decoded is not None and not training.uses(DECODED_ONCE):  # a plan file leaves it out
             self._decoded.close()
         self._idle = None
+        self._lookout.begin(training.device)
         self._begin_samples(training.device)
 
     def _begin_samples(self, device: torch.device) -> None:
@@ -549,6 +562,7 @@ class Session:
     def _end_training(self) -> None:
         tuning, self._tuning = self._tuning, None
         idle, self._idle = self._idle, None
+        self._lookout.end()
         try:
             self._remove_patches()
             if tuning is not None:

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from hotlap.kit.tensor_memory import LiveTensors
+from hotlap.monitor.live_tensors import LiveTensors
 
 CPU = torch.device("cpu")
 
@@ -65,6 +65,6 @@ def test_the_line_that_made_a_tensor_is_the_users_own():
     with counted:
         kept = nn.functional.gelu(torch.ones(7))  # this line
     line = next(piece.line for piece in counted.pieces.values())
-    assert "test_tensor_memory.py" in line
+    assert "test_live_tensors.py" in line
     assert line.endswith("test_the_line_that_made_a_tensor_is_the_users_own")
     del kept
