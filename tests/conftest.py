@@ -22,6 +22,7 @@ from preloaded import Preloaded
 HERE = Path(__file__).parent
 os.environ["HOTLAP_PLAN"] = "off"
 os.environ["HOTLAP_SAMPLES"] = "off"  # whether a training is long enough for a sample depends on the clock
+os.environ["HOTLAP_HANG_S"] = "off"  # so does whether a machine stalls for a minute
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each process that a test starts compiles all of hotlap anew,
 sys.dont_write_bytecode = False  # and each run of the tests rewrites their asserts
 os.environ.pop("VIRTUAL_ENV", None)  # that of a shell, at whose other environment IPython would warn

@@ -11,12 +11,18 @@ a stream of their own, two batches ahead. hotlap overwrites no memory too early:
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import gc
 import math
+import os
+import signal
+import sys
+import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from typing import Any, Protocol
@@ -40,6 +46,12 @@ AHEAD = 2
 """Batches in transit while the GPU trains on one."""
 BUFFER_SETS = AHEAD + 2
 """Sets of pinned buffers: one more than in transit, so that the host can gather while a copy ends."""
+STACKS_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 11
+"""The signal at which a worker writes its stacks, if nothing else handles it there."""
+MOST_STACKS = 2**20
+"""Bytes of stacks to read."""
+ANSWER_S, ANSWER_LOOKS = 1.0, 20
+"""How long a worker may take to begin its answer, and in how many looks hotlap waits for it."""
 
 
 class PendingCopy(Protocol):
@@ -328,11 +340,20 @@ class WorkerStart:
     def __init__(self, then: Callable[[int], None] | None) -> None:
         self._then = then
         self._collects = True
+        self._stacks: int | None = None
+        """The file in memory to which forked workers write their stacks."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_stacks": None}
 
     @contextmanager
     def without_collector(self) -> Iterator[None]:
         """Start workers inside: garbage collection is off, here and in the workers until `__call__`."""
         self._collects = gc.isenabled()
+        if self._stacks is None and sys.platform == "linux":
+            with suppress(OSError):
+                self._stacks = os.memfd_create("stacks")
+                weakref.finalize(self, os.close, self._stacks)
         gc.disable()
         try:
             yield
@@ -344,8 +365,33 @@ class WorkerStart:
         gc.freeze()
         if self._collects:
             gc.enable()
+        if self._stacks is not None and signal.getsignal(STACKS_SIGNAL) is signal.SIG_DFL:
+            faulthandler.register(STACKS_SIGNAL, file=self._stacks)
+            os.write(self._stacks, _answers(os.getpid()))
         if self._then is not None:
             self._then(worker)
+
+    def stacks_of(self, pid: int) -> str:
+        """The stacks of a worker that has not ended, as Python's faulthandler writes them; empty if it cannot answer.
+
+        A blocked Python answers too: no code of Python runs for it.
+        """
+        if self._stacks is None or _answers(pid) not in os.pread(self._stacks, MOST_STACKS, 0):
+            return ""
+        before = size = os.fstat(self._stacks).st_size
+        with suppress(OSError):
+            os.kill(pid, STACKS_SIGNAL)
+        for _ in range(ANSWER_LOOKS):  # it has written all when nothing more comes
+            last = size
+            time.sleep(ANSWER_S / ANSWER_LOOKS)
+            size = os.fstat(self._stacks).st_size
+            if last == size > before:
+                break
+        return os.pread(self._stacks, MOST_STACKS, before).decode(errors="replace")
+
+
+def _answers(pid: int) -> bytes:
+    return b"worker %d\n" % pid
 
 
 class _Fetches(Dataset[Any]):

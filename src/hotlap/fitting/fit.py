@@ -47,6 +47,7 @@ from hotlap.fitting.run import Run
 from hotlap.fitting.session import ProgressState, RunSession, counts, unfit_checkpoint
 from hotlap.fitting.task import EVERYTHING, FIXED, OFF, TUNED, Found, Task, set_up, trained_tensors
 from hotlap.fitting.training import train
+from hotlap.guard.hangs import hang_s
 from hotlap.guard.identity import differences, exact_identity
 from hotlap.guard.saving import import_state
 from hotlap.monitor.sampler import is_wanted
@@ -135,7 +136,7 @@ def fit(
     """
     limit = None if finish_in is None else TimeLimit.of(finish_in)
     _check_job(job, unnamed)
-    is_wanted()  # a mistake in the variable must show now
+    is_wanted(), hang_s()  # a mistake in a variable must show now
     logs = logs_named(log)
     call = next_call()
     device = machine.choose_device(job.device, require_gpu=require_gpu)

@@ -305,8 +305,9 @@ def ledger_lines(ledger: Ledger) -> list[dict[str, Any]]:
     left_out = ("measured", "not tried")
     told = {(entry.what, entry.outcome): entry for entry in list(ledger) if entry.outcome not in left_out}
     return [
-        {"step": one.step, "outcome": one.outcome, "what": one.what, "why": one.why, "ratio": one.figures.get("ratio")}
+        {"step": one.step, "outcome": one.outcome, "what": one.what, "why": why, "ratio": one.figures.get("ratio")}
         for one in [*told.values()][-LAST_ENTRIES:]
+        for why in one.why.split("\n")[:1]  # stacks of a hang follow
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,16 +103,21 @@ class Voice:
         """Show a line that stays."""
         self.console.say(line)
 
-    def warn(self, problem: str) -> None:
-        """Show a problem and keep it for the Run; without a console it goes to the log, which shows warnings."""
-        self.problems.append(problem)
-        self.mention(problem)
+    def warn(self, problem: str, details: Sequence[str] = ()) -> None:
+        """Show a problem and keep it for the Run; without a console it goes to the log, which shows warnings.
 
-    def mention(self, problem: str) -> None:
+        `details` are lines to show below it.
+        """
+        self.problems.append(problem)
+        self.mention(problem, details)
+
+    def mention(self, problem: str, details: Sequence[str] = ()) -> None:
         """Show a problem that is none of the training's own, in the same places."""
         if isinstance(self.console, SilentConsole):
-            log.warning("%s", problem)
-        self.say(f"warning: {problem}")
+            for line in (problem, *details):
+                log.warning("%s", line)
+        for line in (f"warning: {problem}", *details):
+            self.say(line)
 
 
 def banner(job: Job, rig: Rig, dataset: OrderedDataset, total: int, folder: Path) -> list[str]:

@@ -17,6 +17,7 @@ from hotlap.engine.objective import PendingMean
 from hotlap.engine.step import Window, is_out_of_memory
 from hotlap.fitting.before_the_end import SavedInTime
 from hotlap.fitting.deadline import Deadline, span_schedule
+from hotlap.fitting.hangs import watch_for_hangs
 from hotlap.fitting.live import LOOK_S, LiveTraining
 from hotlap.fitting.lost_workers import LostWorkers, deaths_told_by_the_feed, is_lost
 from hotlap.fitting.metric_logs import MetricLogs
@@ -47,7 +48,8 @@ def train(task: Task, session: RunSession, state: ProgressState) -> str:
     live = loop.live
     try:
         sampler = Sampler(session.folder.path, live.read, live.state)
-        with sampler, deaths_told_by_the_feed(), StopRequest(end) as stop:
+        watch = watch_for_hangs(task, session, state)
+        with sampler, deaths_told_by_the_feed(), watch, StopRequest(end) as stop:
             try:
                 stopped = live.stopped = loop.steps(stop)
             except Exception as error:

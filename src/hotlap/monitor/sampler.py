@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 import time
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
 from hotlap.core.errors import MachineError, first_line
 from hotlap.core.terminal import logger
+from hotlap.monitor.beside import Beside
 from hotlap.store.telemetry import SampleFile, write_live
 
 log = logger(__name__)
@@ -62,8 +61,7 @@ class Sampler:
         self._last_s: float | None = None
         self._live_s, self._began_s = -math.inf, clock()
         self._took_s = 0.0
-        self._thread: threading.Thread | None = None
-        self._end, self._due_s = threading.Event(), 0.0
+        self._thread = Beside("hotlap samples", self.tick, lambda: None if self.is_over else self.wait_s)
         self.spent_s = 0.0
         """Seconds of a core that all readings have taken."""
         self.readings = 0
@@ -78,14 +76,12 @@ class Sampler:
 
     def __enter__(self) -> Self:
         if is_wanted():
-            self._begin(FIRST_S)
-            _open.add(self)
+            self._thread.begin(FIRST_S)
         return self
 
     def __exit__(self, *_: object) -> None:
         """End the thread, and write how the training ended, where anything was written before."""
-        _open.discard(self)
-        self._pause(timeout_s=2.0)
+        self._thread.end()
         if self.readings and not self.is_over and self._owner == os.getpid():
             self._guarded(lambda: self._write_live(ended=True))
 
@@ -131,32 +127,6 @@ class Sampler:
             self.is_over = self._failures >= MOST_FAILURES
             log.info("a sample failed%s: %s", " and none follows" if self.is_over else "", first_line(error))
 
-    # --- the thread ----------------------------------------------------------------------------------
-
-    def _begin(self, first_s: float) -> None:
-        self._due_s = time.monotonic() + first_s
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(first_s, self._end), name="hotlap samples", daemon=True)
-        self._thread.start()
-
-    def _run(self, wait_s: float, end: threading.Event) -> None:
-        while not self.is_over and not end.wait(wait_s):
-            self.tick()
-            wait_s = self.wait_s
-            self._due_s = time.monotonic() + wait_s
-
-    def _pause(self, timeout_s: float) -> None:
-        """End the thread; one that hangs in the driver or on a disk is left behind, and ends by itself."""
-        thread, self._thread = self._thread, None
-        self._end.set()
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(timeout_s)
-
-    def _go_on(self) -> None:
-        if not self.is_over:
-            # Where forks come often, the next reading is due all the same.
-            self._begin(max(0.0, self._due_s - time.monotonic()))
-
 
 def is_wanted() -> bool:
     """Whether trainings are sampled: unless `HOTLAP_SAMPLES=off`. Raises MachineError for another word."""
@@ -164,24 +134,3 @@ def is_wanted() -> bool:
     if asked not in ("", "on", "off"):
         raise MachineError(f"{SWITCH}={asked[:40]!r} is not known: use on or off")
     return asked != "off"
-
-
-_open: weakref.WeakSet[Sampler] = weakref.WeakSet()
-
-
-def _before_fork() -> None:
-    for sampler in list(_open):
-        sampler._pause(timeout_s=0.2)
-
-
-def _after_fork() -> None:
-    for sampler in list(_open):
-        sampler._go_on()
-
-
-def _in_child() -> None:
-    _open.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child)
