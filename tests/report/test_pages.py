@@ -422,3 +422,13 @@ def test_tuning_that_cost_more_than_it_saved_is_no_speed_up(tmp_path):
     tuned(tmp_path / "run", entries)
     headline = report_of(tmp_path / "run").headline
     assert headline.startswith("No faster as a whole: tuning cost more than it saved. Since then 2.0x [1.90, 2.10]")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_run_can_be_diagnosed(runs, kind):
+    from hotlap.monitor.aftermath import diagnose_run
+
+    found = diagnose_run(runs / kind)
+    assert found.name == kind
+    assert not any(one.name in ("stopped", "unreadable") for one in found.found)
+    assert all(one.change for one in found.found)

@@ -29,6 +29,8 @@ class Finding:
     """The figures seen, in words."""
     cost_s: float | None = None
     """Seconds of the training; None if it endangers the run itself, as a leak or workers that die."""
+    unpriced: str = ""
+    """What it costs in words, if seconds are not known; such findings come last."""
     share: float | None = None
     """The part of a step's time, from 0 to 1; None if it takes none."""
     where: str | None = None
@@ -46,6 +48,8 @@ class Finding:
     @property
     def cost(self) -> str:
         """What it costs, in words."""
+        if self.unpriced:
+            return self.unpriced
         if self.cost_s is None:
             return "may end the run"
         part = f", {100 * self.share:.0f} % of a step" if self.share is not None else ""
@@ -67,10 +71,8 @@ class Finding:
 
 
 def costliest_first(found: Iterable[Finding]) -> tuple[Finding, ...]:
-    """First what endangers the run, in the order given; then the others by cost."""
-    every = tuple(found)
-    costs = sorted((one for one in every if one.cost_s is not None), key=lambda one: -(one.cost_s or 0.0))
-    return (*(one for one in every if one.cost_s is None), *costs)
+    """First what endangers the run, in the order given; then the others by cost; last those without seconds."""
+    return tuple(sorted(found, key=lambda one: (bool(one.unpriced), one.cost_s is not None, -(one.cost_s or 0.0))))
 
 
 @dataclass(frozen=True, kw_only=True)
