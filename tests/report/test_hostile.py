@@ -10,11 +10,12 @@ from finished_runs import fitted, tuned
 
 from hotlap.core.errors import StoreError
 from hotlap.report import report_of, write_report
-from hotlap.report.document import Chart, Report, Section, Table, Text, Tile
+from hotlap.report.document import Chart, Code, Report, Section, Table, Text, Tile
 from hotlap.report.reading import is_at_work, runs_in
 from hotlap.report.rendering import as_json, html, markdown
 from hotlap.report.runs import list_runs
 
+CONTROLS = "\ud800\x1b[31m\u202e\x00"
 NAMES = ["<script>alert(1)</script>", "\"><img src=x onerror='alert(1)'>", "a 'b' \"c\" & <d>", "{{ 7 * 7 }}{% raw %}"]
 
 
@@ -88,6 +89,16 @@ def test_trials_of_any_name_stay_text(tmp_path, name):
     check(write_report(tmp_path).read_text(encoding="utf-8"), name)
 
 
+def test_names_that_no_file_or_screen_can_hold_are_escaped(tmp_path):
+    run = fitted(tmp_path / os.fsdecode(b"run \xff"), epochs=2)
+    run.files.write_metrics([{**record, CONTROLS: 0.5} for record in run.history])
+    for ending in (".html", ".md", ".json"):
+        write_report(run.folder, tmp_path / f"report{ending}")
+        text = (tmp_path / f"report{ending}").read_text(encoding="utf-8")
+        assert "x1b[31m" in text.replace("\\[", "[")
+        assert not set("\x1b\u202e\x00") & set(text)
+
+
 def test_markdown_shows_markup_as_text():
     name = "<img src=x> | [a](b) `c` **d**"
     table = Table(title=name, head=(name,), rows=[(name,)])
@@ -101,6 +112,12 @@ def test_markdown_shows_markup_as_text():
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {2, 4}
     assert json.loads(as_json(report))["name"] == name
+
+
+def test_markdown_keeps_the_lines_of_code():
+    part = Section(key="k", title="t", blocks=[Code("one\n```\ntwo\x1b")])
+    report = Report(name="n", kind="k", headline="h", lead=[], tiles=[], sections=[part])
+    assert markdown(report).endswith("\n````\none\n```\ntwo\\x1b\n````\n")
 
 
 # --- files that are none of hotlap's -------------------------------------------------------------------
@@ -212,6 +229,18 @@ def test_looking_at_a_run_takes_no_lock(tmp_path):
     lock = RunLock(run.folder)
     assert [one.name for one in list_runs(tmp_path)] == ["run"]
     lock.release()
+
+
+def test_looking_at_a_run_keeps_the_lock_of_this_process(tmp_path, forks):
+    from hotlap.store.run_folder import RunLock
+
+    again = f"from pathlib import Path; from hotlap.store.run_folder import RunLock; RunLock(Path({str(tmp_path)!r}))"
+    lock = RunLock(tmp_path)
+    assert is_at_work(tmp_path)
+    assert "is in use by process" in forks.run("-c", again, cwd=tmp_path).stderr
+    lock.release()
+    assert not is_at_work(tmp_path)  # though this process lives on
+    assert forks.run("-c", again, cwd=tmp_path).returncode == 0
 
 
 def test_runs_inside_of_runs_and_other_folders_are_no_runs_of_their_own(runs, tmp_path):

@@ -19,7 +19,7 @@ from hotlap.core.plan import Plan
 from hotlap.core.terminal import clean
 from hotlap.core.units import MIB
 from hotlap.store.files import from_json, load_plan, read_bytes, read_text
-from hotlap.store.run_folder import ABOUT, MOST_LEDGER_BYTES
+from hotlap.store.run_folder import ABOUT, MOST_LEDGER_BYTES, is_locked_here
 from hotlap.store.telemetry import read_live, read_samples
 
 FIT, SCRIPT, TREES, RECIPE, SEARCH, MANY = "fit", "script", "trees", "recipe", "search", "many"
@@ -32,6 +32,8 @@ JOB = re.compile(r"[0-9]{4,6}")
 """The folder of a training that `fit_many` made."""
 MOST_RUNS = 2000
 """Runs of a folder that are listed."""
+MOST_NUMBER = 1e150
+"""Larger numbers are left out: their squares have no place in a float."""
 ABOUT_RECIPES = {
     "options.toml": "what was asked for; repeats the run",
     "recipe.json": "everything that predictions need",
@@ -200,6 +202,8 @@ def began_s(path: Path) -> float:
 
 def is_at_work(path: Path) -> bool:
     """Whether a process is at work in a folder. This takes no lock: a run may be about to begin."""
+    if is_locked_here(path):
+        return True
     state = read_live(path)
     if state is not None and not state.get("ended") and _has_begun(state["pid"], state["at"]):
         return True
@@ -222,19 +226,19 @@ def _has_begun(pid: int, by_s: float) -> bool:
 
 
 def mapping(value: object) -> dict[str, Any]:
-    """A dict with names as keys, or an empty one."""
-    return {str(name): one for name, one in value.items()} if isinstance(value, dict) else {}
+    """A dict with printable names as keys, or an empty one."""
+    return {clean(str(name)): one for name, one in value.items()} if isinstance(value, dict) else {}
 
 
 def number(value: object) -> float | None:
-    """A finite number, or None."""
+    """A finite number that is not too large, or None."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:
         found = float(value)
     except OverflowError:
         return None
-    return found if math.isfinite(found) and abs(found) < 1e300 else None
+    return found if math.isfinite(found) and abs(found) < MOST_NUMBER else None
 
 
 def words(value: object) -> str:

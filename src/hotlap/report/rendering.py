@@ -14,7 +14,7 @@ from hotlap.core.terminal import clean
 from hotlap.plots.bars import HATCHES
 from hotlap.plots.svg import NIGHT_STYLE, STYLE
 from hotlap.report.document import Block, Cell, Chart, Checklist, Code, Figure, Report, Table, Text
-from hotlap.store.files import read_bytes, write_text
+from hotlap.store.files import read_bytes, write_bytes
 
 PAGE = "report.html"
 MARK = '<meta name="generator" content="hotlap">'
@@ -34,7 +34,7 @@ def write(report: Report, path: Path) -> Path:
         raise StoreError(f"cannot write a report as {path.name!r}: name a file that ends in .html, .md or .json")
     if (path.exists() or path.is_symlink()) and not _is_page(path):
         raise StoreError(f"{path} exists, and is no report of hotlap's; name another file or remove it")
-    write_text(path, made(report))
+    write_bytes(path, made(report).encode("utf-8", "backslashreplace"))  # a path may hold any bytes
     return path
 
 
@@ -138,7 +138,7 @@ def _lines(block: Block) -> list[str]:
             return [_plain(block.words)]
         case Code():
             fence = "`" * max(3, 1 + _longest_ticks(block.text))
-            return [fence, clean(block.text), fence]
+            return [fence, *map(clean, block.text.split("\n")), fence]
         case Table():
             return _table(block)
         case Chart():

@@ -260,6 +260,11 @@ _locked_here: dict[Path, int] = {}
 _lock_changes = threading.Lock()
 
 
+def is_locked_here(folder: Path) -> bool:
+    """Whether this process has locked a run folder. Then no one else in it may open the lock: closing it unlocks."""
+    return _locked_here.get(folder.resolve()) == os.getpid()
+
+
 class RunLock:
     """Locks a run folder for this process. Raises StoreError if another training has it.
 
@@ -284,6 +289,8 @@ class RunLock:
         with _lock_changes:
             if self._handle >= 0 and self._owner == os.getpid():
                 _locked_here.pop(self._folder, None)
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._handle, 0)  # this process may live on, and is at work here no more
                 os.close(self._handle)
                 self._handle = -1
 
