@@ -1,6 +1,10 @@
 """`hotlap serve`: this machine only, reading only, nothing but the runs of its folder."""
 
 import http.client
+import os
+import shutil
+import socket
+import struct
 import threading
 from urllib.parse import quote
 
@@ -120,6 +124,44 @@ def test_a_run_named_as_markup_is_listed_and_shown_as_text(tmp_path):
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def test_a_run_whose_name_is_no_text_is_listed_and_shown(served, runs):
+    folder = os.fsencode(runs) + b"/\xff\xfe"
+    shutil.copytree(os.fsencode(runs / "fit"), folder)
+    try:
+        assert 'href="/run/%FF%FE"' in ask(served)[1]
+        assert ask(served, "/run/%FF%FE")[0] == 200
+    finally:
+        shutil.rmtree(folder)
+
+
+def test_a_link_that_leads_out_of_the_folder_is_not_listed(served):
+    assert 'href="/run/link"' not in ask(served)[1]
+
+
+def test_odd_requests_and_browsers_that_leave_print_nothing(served, capfd):
+    host = b"\r\nHost: 127.0.0.1\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", served.server_port), timeout=30) as asking:
+        asking.sendall(b"GET http://[ HTTP/1.1" + host)
+        assert asking.recv(100).startswith(b"HTTP/1.1 404")
+    for _ in range(3):
+        with socket.create_connection(("127.0.0.1", served.server_port), timeout=30) as leaving:
+            leaving.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            leaving.sendall(b"GET /run/fit HTTP/1.1" + host)
+    assert ask(served)[0] == 200
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_run_that_cannot_be_shown_is_answered_by_the_reason(served, monkeypatch, capfd):
+    def fail(_):
+        raise RuntimeError("<b>no such thing")
+
+    monkeypatch.setattr("hotlap.report.serving.report_on", fail)
+    status, text, _ = ask(served, "/run/fit")
+    assert status == 500
+    assert "hotlap cannot show this: &lt;b&gt;no such thing" in text
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_live_run_is_reloaded_and_a_finished_one_is_not(tmp_path):

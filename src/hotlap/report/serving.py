@@ -6,13 +6,14 @@ machine's own names only: a page elsewhere whose name is made to lead here (DNS 
 
 from __future__ import annotations
 
+import os
 import socket
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import quote, unquote_to_bytes
 
-from hotlap.core.errors import StoreError
+from hotlap.core.errors import StoreError, first_line
 from hotlap.core.terminal import clean
 from hotlap.report.reading import kind_of_run, read_run, runs_in
 from hotlap.report.rendering import html, page, page_policy
@@ -42,6 +43,9 @@ class Server(ThreadingHTTPServer):
         except (OSError, OverflowError) as error:
             why = getattr(error, "strerror", None) or error
             raise StoreError(f"cannot serve on port {port}: {why}; name another with --port") from None
+
+    def handle_error(self, *_: object) -> None:
+        """Print nothing: a browser that leaves early is no error, and any other has been answered."""
 
     @property
     def address(self) -> str:
@@ -79,6 +83,9 @@ class _Handler(BaseHTTPRequestHandler):
             status, body = self._page()
         except StoreError as error:
             status, body = HTTPStatus.NOT_FOUND, page("message.html", words=str(error), title="Not found")
+        except Exception as error:  # a stranger's files: other runs can still be shown
+            words = f"hotlap cannot show this: {first_line(error)}"
+            status, body = HTTPStatus.INTERNAL_SERVER_ERROR, page("message.html", words=words, title="Not shown")
         content = body.encode("utf-8", "backslashreplace")
         self.send_response(status)
         headers = {
@@ -101,7 +108,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not self._is_for_us():
             said = "This server answers for this machine's own names only."
             return HTTPStatus.MISDIRECTED_REQUEST, page("message.html", words=said, title="Not for this host")
-        path = urlsplit(self.path).path
+        path = self.path.partition("?")[0]
         if path in ("/", ""):
             return HTTPStatus.OK, index(self.server.folder)
         if path.startswith(RUN):
@@ -121,7 +128,7 @@ def _inside(folder: Path, asked: str) -> Path:
 
     Only names that the folder itself lists are opened: no `..`, no link that leads out of it.
     """
-    parts = [unquote(part) for part in asked.split("/") if part]
+    parts = [os.fsdecode(unquote_to_bytes(part)) for part in asked.split("/") if part]
     found = folder
     for part in parts:
         found = next((one for one in _listed(found) if one.name == part), folder / "no such run")
@@ -142,7 +149,7 @@ def _listed(folder: Path) -> list[Path]:
 
 def index(folder: Path) -> str:
     """The page that lists all runs of a folder."""
-    listed = list_runs(folder)
-    links = [f"{RUN}{quote(one.path.name, safe='')}" for one in listed]
+    listed = [one for one in list_runs(folder) if one.path.resolve().is_relative_to(folder.resolve())]
+    links = [f"{RUN}{quote(os.fsencode(one.path.name), safe='')}" for one in listed]
     is_live = any(one.state == "running" for one in listed)
     return page("index.html", folder=str(folder), table=runs_table(listed), links=links, reloads=is_live, runs=listed)
