@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -75,15 +76,26 @@ def test_runs_are_listed_within_80_columns(hotlap_in):
     assert "does not exist" in hotlap_in("runs", "nowhere", code=1)
 
 
-def test_runs_and_groups_of_runs_are_compared(hotlap_in):
+def test_runs_and_groups_of_runs_are_compared(hotlap_in, home):
     text = hotlap_in("compare", "runs/tuned", "runs/plain")
     assert text.splitlines()[0].split() == ["tuned", "plain", "difference", "verdict"]
     assert "one run each has no spread" in text
-    found = json.loads(hotlap_in("compare", "runs/tuned,runs/tuned", "runs/plain,runs/tuned", "--json"))
+    shutil.copytree(home / "runs/plain", home / "others/plain", dirs_exist_ok=True)
+    found = json.loads(hotlap_in("compare", "runs/tuned,others/plain", "runs/plain,runs/tuned", "--json"))
     assert {"accuracy", "time"} <= {one["name"] for one in found["differences"]}
     assert all(len(values) == 2 for one in found["differences"] for values in one["values"])
     assert json.loads(hotlap_in("compare", "runs", "runs/plain", "--json"))["differences"][0]["first"] == "runs"
     assert "name two runs or more" in hotlap_in("compare", "runs/tuned", code=2)
+
+
+def test_runs_of_the_same_name_are_told_apart_and_none_counts_twice(hotlap_in, home):
+    shutil.copytree(home / "runs/plain", home / "others/plain", dirs_exist_ok=True)
+    lines = hotlap_in("compare", "runs/plain", "others/plain", "runs/tuned").splitlines()
+    heads = [line.split()[:2] for line in lines if line.endswith("verdict")]
+    assert heads == [["runs/plain", "others/plain"], ["runs/plain", "runs/tuned"], ["others/plain", "runs/tuned"]]
+    assert "names a run twice" in hotlap_in("compare", "runs/plain,runs/plain/", "runs/tuned", code=2)
+    assert "a run is named twice" in hotlap_in("compare", "runs/plain", "runs/plain", code=2)
+    assert "names no run" in hotlap_in("compare", ",", "runs/plain", code=2)
 
 
 def test_the_checklist_of_a_run_and_of_this_machine(hotlap_in):

@@ -6,7 +6,8 @@ import torch
 from finished_runs import fitted, small_job, tuned
 
 import hotlap
-from hotlap.report.comparing import NOISE, OPEN, REAL, SAME, Value, compare, figures_of, judge
+from hotlap.report.comparing import NOISE, OPEN, REAL, SAME, Value, compare, comparison_table, figures_of, judge
+from hotlap.report.document import Figure
 from hotlap.report.reading import read_run
 from hotlap.report.runs import list_runs
 
@@ -19,6 +20,32 @@ def test_groups_that_are_apart_differ_and_groups_that_overlap_do_not():
     assert judge(values([1.0, 1.1, 0.9]), values([2.0, 2.1, 1.9]))[0] == REAL
     assert judge(values([1.0, 2.0, 3.0]), values([1.5, 2.5, 2.2]))[0] == NOISE
     assert judge(values([1.0, 1.0]), values([1.0, 1.0]))[0] == SAME
+
+
+def test_runs_that_are_equal_show_no_spread():
+    for ours, theirs in (([1.0, 1.0], [2.0, 2.0]), ([1.0, 1.0, 1.0], [2.0]), ([1e-200, 2e-200], [1.0, 1.0])):
+        verdict, why = judge(values(ours), values(theirs))
+        assert verdict == OPEN
+        assert "with other seeds" in why
+
+
+def test_a_score_that_is_not_finite_is_named_and_not_left_out(tmp_path):
+    runs = [fitted(tmp_path / name, epochs=2) for name in "ab"]
+    runs[1].files.write_metrics([{**record, "valid_loss": float("nan")} for record in runs[1].history])
+    found = {one.name: one for one in compare([(run.folder.name, [read_run(run.folder)]) for run in runs])}
+    assert found["valid_loss"].verdict == OPEN
+    assert "not finite" in found["valid_loss"].why
+    assert found["valid_loss"].to_dict()["values"][1] == [None]
+    row = next(row for row in comparison_table([found["valid_loss"]]).rows)
+    assert [cell.words for cell in row if isinstance(cell, Figure)][1:] == ["nan", ""]
+
+
+def test_numbers_whose_squares_overflow_are_left_out(tmp_path):
+    for at, name in enumerate("abcd"):
+        run = fitted(tmp_path / name, epochs=1)
+        run.files.write_metrics([{**record, "score": (-1) ** at * 1e299} for record in run.history])
+    pairs = [("ab", [read_run(tmp_path / one) for one in "ab"]), ("cd", [read_run(tmp_path / one) for one in "cd"])]
+    assert "score" not in {one.name for one in compare(pairs)}
 
 
 def test_a_difference_of_equal_groups_is_called_real_in_5_percent_of_cases():

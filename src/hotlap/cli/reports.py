@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from hotlap.cli.output import show, show_json
+from hotlap.core.errors import UsageError
 from hotlap.core.terminal import columns, say
 
 if TYPE_CHECKING:
@@ -103,21 +104,25 @@ def compare(
 
     One run each shows only what has an interval of its own. Groups of runs with other seeds tell more.
     """
-    from hotlap.core.errors import UsageError
     from hotlap.report.comparing import compare as differences_of
     from hotlap.report.comparing import comparison_table
     from hotlap.report.rendering import words_of
 
     if len(groups) < 2:
         raise UsageError("name two runs or more; runs of one group are joined by commas: a,b,c d,e,f")
-    found = differences_of([_group(words) for words in groups])
+    if len(set(groups)) < len(groups):
+        raise UsageError("a run is named twice; name each run or group once")
+    named = [_group(words) for words in groups]
+    if len({name for name, _ in named}) < len(named):
+        named = [(words, runs) for words, (_, runs) in zip(groups, named, strict=True)]
+    found = differences_of(named)
     if as_json:
         show_json({"differences": [one.to_dict() for one in found]}, indent=1)
         return
     if not found:
         show("these runs have no figure in common")
     rows = [[words_of(cell) for cell in row] for row in comparison_table(found).rows]
-    for pair in dict.fromkeys((one.first, one.second) for one in found):
+    for pair in dict.fromkeys((row[1], row[3]) for row in rows):
         inner = [row for row in rows if (row[1], row[3]) == pair]
         head, *lines = _aligned(
             [["", *pair, "difference", "verdict"], *([r[0], r[2], r[4], r[5], r[6]] for r in inner)]
@@ -137,6 +142,8 @@ def _group(words: str) -> tuple[str, list[RunFiles]]:
             return whole.name, [read_run(path) for path in inner]
         return whole.name or words, [read_run(whole)]
     paths = [Path(part) for part in words.split(",") if part]
+    if not paths or len({path.resolve() for path in paths}) < len(paths):
+        raise UsageError(f"{words!r} {'names a run twice' if paths else 'names no run'}; join other runs: a,b,c")
     return ",".join(path.name for path in paths), [read_run(path) for path in paths]
 
 

@@ -23,8 +23,9 @@ from hotlap.plots.trainings import NO_METRICS
 from hotlap.report.document import Cell, Figure, Table, score
 from hotlap.report.reading import RECIPE, SEARCH, RunFiles, listing, mapping, number, words
 from hotlap.report.recipe_sections import LOWER, SCORES, judged
-from hotlap.report.sections import best_record, time_of
+from hotlap.report.sections import best_record, best_trial, time_of
 from hotlap.report.training_sections import ROUND, total_of
+from hotlap.store.files import finite
 
 REAL, NOISE, OPEN, SAME = "real", "noise", "open", "same"
 CHANCE = 0.05
@@ -32,6 +33,7 @@ CHANCE = 0.05
 DRAWS = 2000
 """Times that rows are drawn anew for the interval of a score."""
 STEP, TIME = "time of a step", "time"
+NO_SPREAD = "the runs of a group are equal, as those of one seed are: repeat them with other seeds"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +67,8 @@ class Difference:
 
     def to_dict(self) -> dict[str, Any]:
         """The difference as JSON holds it."""
-        return {**vars(self), "values": [list(one) for one in self.values], "means": list(self.means)}
+        shown: dict[str, Any] = finite({**vars(self), "means": self.means})
+        return shown
 
 
 Group = tuple[str, Sequence[RunFiles]]
@@ -101,6 +104,8 @@ def judged_on(run: RunFiles) -> str:
 def judge(ours: Sequence[Value], theirs: Sequence[Value]) -> tuple[str, str]:
     """Whether two groups of values differ by more than chance, and why so."""
     first, second = [one.value for one in ours], [one.value for one in theirs]
+    if not all(map(math.isfinite, (*first, *second))):
+        return OPEN, "not finite in one of the runs"
     if set(first) == set(second) and len(set(first)) == 1:
         return SAME, "equal"
     if len(first) > 1 and len(second) > 1:
@@ -117,7 +122,7 @@ def _welch(first: Sequence[float], second: Sequence[float]) -> tuple[str, str]:
     error = math.sqrt(sum(variances))
     apart = statistics.fmean(second) - statistics.fmean(first)
     if error == 0:
-        return REAL, "runs of one group are equal"
+        return OPEN, NO_SPREAD
     freedom = sum(variances) ** 2 / sum(
         part**2 / (len(group) - 1) for part, group in zip(variances, (first, second), strict=True)
     )
@@ -131,6 +136,8 @@ def _one_of(many: Sequence[float], alone: float) -> tuple[str, str]:
     middle, spread, count = statistics.fmean(many), statistics.stdev(many), len(many)
     if count < 3:
         return OPEN, f"{count} runs against one do not tell; make one more of each"
+    if spread == 0:
+        return OPEN, NO_SPREAD
     half = student_t(count - 1, CHANCE) * spread * math.sqrt(1 + 1 / count)
     within = f"[{middle - half:.4g}, {middle + half:.4g}]"
     is_real = abs(alone - middle) > half
@@ -155,20 +162,13 @@ def figures_of(run: RunFiles) -> dict[str, Value]:
     if run.kind == RECIPE:
         found |= _recipe(run)
     elif run.kind == SEARCH:
-        best = next(
-            (
-                mapping(one)
-                for one in listing(run.search.get("trials"))
-                if mapping(one).get("number") == run.search.get("best")
-            ),
-            {},
-        )
-        value = number(best.get("score"))
+        value = number(best_trial(run).get("score"))
         found |= {} if value is None else {words(run.search.get("monitor")): Value(value=value)}
     elif run.trainings:
         record = best_record(run.trainings[0])
         names = [name for name in record if name not in (*NO_METRICS, ROUND)] + ["valid_loss", "train_loss"]
-        found |= {words(name): Value(value=value) for name in names if (value := number(record.get(name))) is not None}
+        held = {name: math.nan if record[name] is None else number(record[name]) for name in names if name in record}
+        found |= {words(name): Value(value=value) for name, value in held.items() if value is not None}
         found |= _step(run)
     took = time_of(run)
     return found | ({TIME: Value(value=took)} if took is not None else {})
@@ -237,7 +237,8 @@ def comparison_table(differences: Sequence[Difference]) -> Table:
         show = show_seconds if one.name in (STEP, TIME) else _plain
         first, second = one.means
         ratio = f" ({(second - first) / abs(first):+.1%})" if first else ""
-        apart = "" if one.verdict == SAME else f"{'+' if second > first else '-'}{show(abs(second - first))}{ratio}"
+        is_apart = one.verdict != SAME and math.isfinite(second - first)
+        apart = f"{'+' if second > first else '-'}{show(abs(second - first))}{ratio}" if is_apart else ""
         cells = (one.name, one.first, Figure(first, show(first)), one.second, Figure(second, show(second)))
         verdict = f"{one.verdict}{_better(one.name, first, second)}" if one.verdict == REAL else one.verdict
         rows.append((*cells, Figure(second - first, apart), verdict, one.why))
