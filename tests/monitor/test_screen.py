@@ -164,3 +164,17 @@ def test_a_curve_has_the_mean_of_each_part():
 def test_for_an_ascii_terminal_every_sign_has_one_of_ascii():
     shown = "".join(text(training(), gpus=[{**CARD, "throttled": ["heat"]}])).translate(PLAIN)
     assert shown.isascii()
+
+
+@pytest.mark.parametrize("odd", [None, -1e18, 1e-300, True, "text", [], {}, [[1]], "\x1b[31m" * 100], ids=repr)
+def test_values_of_any_kind_in_a_strangers_state_end_no_view(odd):
+    of_torch = dict.fromkeys(STATE["sample"]["torch"], odd)
+    samples = [odd, {"gpus": odd, "torch": odd, "host": odd}, {"gpus": [odd]}, {"gpus": [CARD], "torch": of_torch}]
+    samples += [{"host": {**HOST, "own_ram_bytes": 1, "ram_used_bytes": odd}}]
+    entry = dict.fromkeys(("step", "outcome", "what", "why", "ratio"), odd)
+    changes = [{name: odd} for name in STATE if name not in ("pid", "at")] + [{"sample": sample} for sample in samples]
+    changes += [{"losses": [odd, [1, odd]]}, {"ledger": [odd, entry]}, {"bound": {"by": "feeding", "why": odd}}]
+    for change in changes:
+        shown = text(training(**change), height=24)
+        assert len(shown) <= 24
+        assert all(len(line) <= 80 and line.isprintable() for line in shown)

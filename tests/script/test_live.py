@@ -87,3 +87,15 @@ def test_on_a_gpu_the_state_says_what_the_gpu_shows_of_its_bound(tmp_path):
         live._gpu = GpuReader(nvml, 0)
         live._samples.clear()
         assert live.state(live.read()).get("bound", {}).get("by") == bound
+
+
+def test_a_script_that_fails_says_so_to_who_watches(tmp_path):
+    def each(step):
+        if step == 60:
+            when((tmp_path / "run" / "live.json").is_file)
+            raise ValueError("no more")
+
+    with pytest.raises(ValueError, match="no more"), Session(Settings(name="train", out=tmp_path / "run")):
+        train(each)
+    live = read_live(tmp_path / "run")
+    assert (live["ended"], live["stopped"]) == (True, "by an error: ValueError")

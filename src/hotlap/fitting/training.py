@@ -53,7 +53,6 @@ def train(task: Task, session: RunSession, state: ProgressState) -> str:
             try:
                 stopped = live.stopped = loop.steps(stop)
             except Exception as error:
-                live.stopped = f"by an error: {type(error).__name__}"
                 loop.save_after(error)
                 raise
             loop.tuner.ended()

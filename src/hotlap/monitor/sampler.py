@@ -79,11 +79,11 @@ class Sampler:
             self._thread.begin(FIRST_S)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None = None, *_: object) -> None:
         """End the thread, and write how the training ended, where anything was written before."""
         self._thread.end()
         if self.readings and not self.is_over and self._owner == os.getpid():
-            self._guarded(lambda: self._write_live(ended=True))
+            self._guarded(lambda: self._write_live(ended=True, why=_why_ended(error)))
 
     def tick(self) -> None:
         """Take one sample."""
@@ -109,12 +109,13 @@ class Sampler:
             self._live_s = now
             self._write_live()
 
-    def _write_live(self, *, ended: bool = False) -> None:
+    def _write_live(self, *, ended: bool = False, why: str = "") -> None:
         # A training that is gone and has not ended was killed.
         now = self._clock()
         cost = self.spent_s / max(self._every_s, now - self._began_s)
         about = {"pid": self._owner, "at": round(now, 3), "ended": ended, "sampling_cost": cost}
-        write_live(self._folder, {**about, **self._state(self._last), "sample": self._last})
+        state = self._state(self._last)
+        write_live(self._folder, {**about, **state, "stopped": state.get("stopped") or why, "sample": self._last})
 
     def _guarded(self, work: Callable[[], object]) -> None:
         try:
@@ -126,6 +127,12 @@ class Sampler:
             self._failures += 1
             self.is_over = self._failures >= MOST_FAILURES
             log.info("a sample failed%s: %s", " and none follows" if self.is_over else "", first_line(error))
+
+
+def _why_ended(error: type[BaseException] | None) -> str:
+    if error is None or issubclass(error, SystemExit):
+        return ""
+    return f"by an error: {error.__name__}" if issubclass(error, Exception) else "on a signal"
 
 
 def is_wanted() -> bool:

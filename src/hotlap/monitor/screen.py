@@ -185,7 +185,7 @@ def _place(training: Training, width: int) -> Iterator[Line]:
     if training.status == SILENT:
         yield Line(_labelled("silent", f"nothing heard for {ago}: it is stopped, or hangs; at {place}"), "red")
         return
-    share = min(1.0, step / steps) if steps else None
+    share = max(0.0, min(1.0, step / steps)) if steps else None
     bar = (
         ""
         if share is None
@@ -224,17 +224,21 @@ def _loss(training: Training, width: int) -> Iterator[Line]:
 
 
 def _memory(training: Training) -> Iterator[Line]:
-    sample = training.part("sample")
-    torch, host = training.part("sample", "torch"), training.part("sample", "host")
-    gpu = next((one for one in sample.get("gpus") or [] if isinstance(one, dict)), {})
-    if torch and _is_number(gpu.get("memory_bytes")) and _is_number(gpu.get("memory_used_bytes")):
+    gpus = training.part("sample").get("gpus")
+    parts = (
+        training.part("sample", "torch"),
+        training.part("sample", "host"),
+        gpus[0] if isinstance(gpus, list) and gpus else {},
+    )
+    torch, host, gpu = (_numbers(part) for part in parts)
+    if torch and {"memory_bytes", "memory_used_bytes"} <= set(gpu):
         # What torch keeps and no tensor uses is free for this training.
         spare = torch.get("reserved_bytes", 0) - torch.get("allocated_bytes", 0)
         free = max(0, gpu["memory_bytes"] - gpu["memory_used_bytes"] + spare)
         held, peak = show_bytes(torch.get("allocated_bytes", 0)), show_bytes(torch.get("peak_bytes", 0))
         yield Line(_labelled("memory", f"{held} in tensors, {peak} at the peak, {show_bytes(free)} of the GPU free"))
-    elif _is_number(host.get("own_ram_bytes")) and _is_number(host.get("ram_bytes")):
-        free = host["ram_bytes"] - (host.get("ram_used_bytes") or 0)
+    elif {"own_ram_bytes", "ram_bytes"} <= set(host):
+        free = host["ram_bytes"] - host.get("ram_used_bytes", 0)
         yield Line(_labelled("memory", f"{show_bytes(host['own_ram_bytes'])} of RAM, {show_bytes(free)} free"))
 
 
@@ -254,7 +258,8 @@ def _ledger(training: Training, width: int, most: int) -> Iterator[Line]:
     for number, entry in enumerate(found[-most:]):
         ratio = f" {entry['ratio']:.3g}x" if _is_number(entry.get("ratio")) else ""
         why = f": {entry['why']}" if entry.get("why") else ""
-        words = f"{entry.get('step', 0):,} {entry.get('outcome')}  {entry.get('what')}{ratio}{why}"
+        step = entry["step"] if _is_number(entry.get("step")) else 0
+        words = f"{step:,} {entry.get('outcome')}  {entry.get('what')}{ratio}{why}"
         yield Line(_labelled("" if number else "ledger", words))
 
 
@@ -314,6 +319,11 @@ def _wrapped(label: str, text: str, width: int, style: str = "") -> Iterator[Lin
 def _cut(line: Line, width: int) -> Iterator[Line]:
     text = clean(line.text)
     yield Line(text if len(text) <= width else f"{text[: width - 1]}…", line.style)
+
+
+def _numbers(value: object) -> dict[str, Any]:
+    """The numbers in an object that may be a stranger's."""
+    return {name: one for name, one in value.items() if _is_number(one)} if isinstance(value, dict) else {}
 
 
 def _is_number(value: object) -> bool:

@@ -169,7 +169,7 @@ class Session:
         except Exception as fault:
             self._report.fault(fault)
         if self._sampler is not None:
-            self._sampler.__exit__()
+            self._sampler.__exit__(None if error is None else type(error))
         self._patches.take_out_all()
         if self._decoded is not None:
             self._decoded.close()

@@ -244,7 +244,7 @@ class Training:
                 saver.note(plan=asdict(self._plan), tunes=tunes and not choice.is_found, ran=choice.ran)
                 check_obeyed(job, choice.plan, choice.ran)
                 grown = choice.finish()
-                live.stopped = self._why_ended(grown)
+                live.stopped = "on a signal" if stop.signal is not None else self._why_ended(grown)
             train_s = saver.train_s
             record = record_of(job, self._plan, grown, choice.ran)
             contents = [booster.content for booster in grown]
