@@ -145,6 +145,17 @@ def test_ctrl_c_ends_it_and_leaves_the_last_view(terminal):
     assert "Traceback" not in text
 
 
+def test_a_watch_that_is_terminated_gives_the_screen_back(terminal):
+    shown = terminal("--every", "0.1")
+    shown.frame(wanted=lambda lines: any("Net-1" in line for line in lines))
+    shown.process.send_signal(signal.SIGTERM)
+    while shown.read():
+        pass
+    assert shown.process.wait() == 143
+    assert "\x1b[?1049l" in shown._shown
+    assert "\x1b[?25h" in shown._shown
+
+
 def test_a_terminal_that_shows_ascii_only_gets_ascii_only(terminal):
     frame = terminal(PYTHONIOENCODING="ascii").frame(wanted=lambda lines: any("Net-1" in line for line in lines))
     assert all(line.isascii() for line in frame)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 import typer
@@ -37,4 +38,5 @@ def watch(
     elif once or not is_terminal(sys.stdout) or os.environ.get("TERM") == "dumb":
         show(*lines_of(watcher), wrap=False)
     else:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # after the screen is restored
         in_terminal(watcher, every)
