@@ -117,7 +117,7 @@ def test_a_job_that_fails_is_named_and_the_others_end(tmp_path, count):
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
     jobs = [job(0), job(1, loss=loss), job(2)]
-    with pytest.raises(TrainingError, match="job 1 failed: ValueError: no such class; the others have ended in"):
+    with pytest.raises(TrainingError, match="job 2 of 3 failed: ValueError: no such class; the others have ended in"):
         many(jobs, tmp_path / "many", at_once=count)
     folders = sorted(path.parent.name for path in (tmp_path / "many").glob("*/model.safetensors"))
     assert folders == ["0000", "0002"]
@@ -131,7 +131,7 @@ def test_a_process_that_is_killed_fails_its_job_alone(tmp_path):
     def deadly(model, batch):
         os.kill(os.getpid(), signal.SIGKILL)
 
-    with pytest.raises(TrainingError, match="job 0 failed: TrainingError: its process was killed by SIGKILL, perhaps"):
+    with pytest.raises(TrainingError, match="job 1 of 2 failed: TrainingError: its process was killed by SIGKILL"):
         many([job(0, loss=deadly), job(1)], tmp_path / "many", at_once=2)
     assert (tmp_path / "many/0001/model.safetensors").is_file()
 
@@ -154,8 +154,8 @@ def test_what_is_no_job_is_refused_before_anything_is_made(tmp_path):
     shared = job()
     for jobs, words in (
         ([], "needs at least one job"),
-        ([job(), 3], "job 1 is 3"),
-        ([shared, job(model=shared.model)], "jobs 0 and 1 share their model"),
+        ([job(), 3], "job 2 is 3"),
+        ([shared, job(model=shared.model)], "jobs 1 and 2 share their model"),
     ):
         with pytest.raises(JobError, match=words):
             many(jobs, tmp_path / "many")

@@ -51,7 +51,8 @@ class LostWorkers:
         is_again = self._last is not None and rig.steps - self._last < NEAR
         self._last = rig.steps
         workers = feed.workers // 2 if is_short or is_again else feed.workers
-        why = f"{first_line(error)}; {_words(workers)} from step {rig.steps:,} on"
+        said = first_line(error) if "DataLoader" in str(error) else "a worker died while it handed over a batch"
+        why = f"{said}; {_words(workers)} from step {rig.steps:,} on"
         if is_short:
             why += "; /dev/shm is too small: enlarge it, as with docker run --shm-size=8g"
         if workers != feed.workers:

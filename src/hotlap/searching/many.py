@@ -82,11 +82,11 @@ def _check(jobs: Sequence[Any]) -> None:
         raise JobError(["fit_many needs at least one job"])
     for number, job in enumerate(jobs):
         if not isinstance(job, Job) and not callable(job):
-            raise JobError([f"job {number} is {shown(job)}; give a Job, or a function that makes one"])
+            raise JobError([f"job {number + 1} is {shown(job)}; give a Job, or a function that makes one"])
     owners: dict[int, int] = {}
     for number, job in enumerate(jobs):
         if isinstance(job, Job) and (owner := owners.setdefault(id(job.model), number)) != number:
-            raise JobError([f"jobs {owner} and {number} share their model; give each its own"])
+            raise JobError([f"jobs {owner + 1} and {number + 1} share their model; give each its own"])
 
 
 class _Many:
@@ -125,7 +125,8 @@ class _Many:
             number, error = min(self._failed.items())
             others = f" and {len(self._failed) - 1} more" if len(self._failed) > 1 else ""
             raise TrainingError(
-                f"job {number} failed{others}: {failure(error)}; the others have ended in {self._folder}"
+                f"job {number + 1} of {len(self._jobs)} failed{others}: {failure(error)}; "
+                f"the others have ended in {self._folder}"
             ) from error
         return [here[at] if at in here else ended_run(self._job(at), self._run_folder(at)) for at in numbers]
 
@@ -136,7 +137,7 @@ class _Many:
         seed_all(mix(0, number))
         made = job()
         if not isinstance(made, Job):
-            raise JobError([f"the function of job {number} gave {shown(made)}, and no Job"])
+            raise JobError([f"the function of job {number + 1} gave {shown(made)}, and no Job"])
         return made
 
     def _train(self, number: int, job: Job, judge: Any) -> Run:
