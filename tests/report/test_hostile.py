@@ -3,6 +3,9 @@
 import json
 import os
 import re
+import subprocess
+import sys
+import time
 from html.parser import HTMLParser
 
 import pytest
@@ -215,6 +218,11 @@ def test_a_run_is_live_only_while_the_process_that_locked_it_runs(tmp_path):
     assert is_at_work(tmp_path)
     os.utime(lock, (1, 1))  # older than this process: another one had its number
     assert not is_at_work(tmp_path)
+    with subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE) as ended:
+        lock.write_text(f"{ended.pid}\n")
+        ended.stdout.read()  # it has ended, and nobody has asked how
+        while is_at_work(tmp_path):
+            time.sleep(0.01)
     for content in ("", "text", "-5", "9" * 40):
         lock.write_text(content)
         assert not is_at_work(tmp_path)

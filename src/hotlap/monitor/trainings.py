@@ -12,7 +12,7 @@ from typing import Any
 
 from hotlap.core.errors import StoreError, UsageError
 from hotlap.core.terminal import clean
-from hotlap.store.telemetry import LIVE, read_live
+from hotlap.store.telemetry import LIVE, read_live, still_runs
 
 DEEPEST, MOST_FOLDERS = 4, 5000
 """How far below a folder trainings are looked for, and in how many folders at most."""
@@ -72,22 +72,11 @@ def _training(folder: Path) -> Training | None:
         return None
     if state.get("ended") is True:
         status = ENDED
-    elif not _runs(state["pid"], state["at"]):
+    elif not still_runs(state["pid"], state["at"]):
         status = KILLED
     else:
         status = RUNNING if time.time() - state["at"] < SILENT_S or state.get("kind") == "search" else SILENT
     return Training(folder=folder, status=status, state=state)
-
-
-def _runs(pid: int, at: float) -> bool:
-    """Whether the process of that time still runs, and is not a later one of the same number."""
-    import psutil
-
-    try:
-        process = psutil.Process(pid)
-        return bool(process.create_time() <= at + 1 and process.status() != psutil.STATUS_ZOMBIE)
-    except (psutil.Error, ValueError, OverflowError, OSError):
-        return False
 
 
 def _folders(top: Path) -> Iterator[Path]:

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from hotlap.core.errors import HotlapError, StoreError
 from hotlap.core.ledger import Ledger
 from hotlap.core.plan import Plan
@@ -20,7 +18,7 @@ from hotlap.core.terminal import clean
 from hotlap.core.units import MIB
 from hotlap.store.files import from_json, load_plan, read_bytes, read_text
 from hotlap.store.run_folder import ABOUT, MOST_LEDGER_BYTES, is_locked_here
-from hotlap.store.telemetry import read_live, read_samples
+from hotlap.store.telemetry import read_live, read_samples, still_runs
 
 FIT, SCRIPT, TREES, RECIPE, SEARCH, MANY = "fit", "script", "trees", "recipe", "search", "many"
 MOST_BYTES, MOST_HISTORY_BYTES = 16 * MIB, 64 * MIB
@@ -205,20 +203,12 @@ def is_at_work(path: Path) -> bool:
     if is_locked_here(path):
         return True
     state = read_live(path)
-    if state is not None and not state.get("ended") and _has_begun(state["pid"], state["at"]):
+    if state is not None and not state.get("ended") and still_runs(state["pid"], state["at"]):
         return True
     try:
         lock = path / "lock"
-        return _has_begun(int(read_bytes(lock, 64).decode()), lock.stat().st_mtime)
+        return still_runs(int(read_bytes(lock, 64).decode()), lock.stat().st_mtime)
     except (OSError, ValueError, HotlapError):
-        return False
-
-
-def _has_begun(pid: int, by_s: float) -> bool:
-    """Whether a process runs that had begun by then: a younger one has the number of one that is gone."""
-    try:
-        return psutil.Process(pid).create_time() <= by_s + 1.0
-    except (ValueError, psutil.Error, OverflowError, OSError):
         return False
 
 

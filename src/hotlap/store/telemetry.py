@@ -99,6 +99,18 @@ def read_live(folder: Path) -> dict[str, Any] | None:
     return state
 
 
+def still_runs(pid: int, at: float) -> bool:
+    """Whether the process that had this number at that time, in seconds since 1970, still runs."""
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        # A younger process has the number of one that is gone.
+        return bool(process.create_time() <= at + 1 and process.status() != psutil.STATUS_ZOMBIE)
+    except (psutil.Error, ValueError, OverflowError, OSError):
+        return False
+
+
 def _object(line: bytes) -> dict[str, Any] | None:
     """An object of JSON with nothing in it that could harm a reader."""
     try:
