@@ -245,6 +245,18 @@ def test_where_a_place_is_not_certain_lines_are_written_by_hand_and_nothing_is_g
     assert why in text
 
 
+def test_a_part_of_tensors_is_gathered_and_a_scheduler_is_no_optimizer(written, printed):
+    script = PLAIN.replace(
+        "data = TensorDataset(x, y)",
+        "data, rest = torch.utils.data.random_split(TensorDataset(x, y), [160, 40])",
+    ).replace("for epoch", "scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)\nfor epoch", 1)
+    text, patched = written(script, OWN.but(kind="gather", optimizer="fused"))
+    assert "write by hand" not in text
+    assert "BatchSampler(RandomSampler(data), 32, drop_last=False)" in patched
+    assert "StepLR(optimizer, 2)\n" in patched
+    assert printed("patched.py") == pytest.approx(printed("train.py"), abs=2e-5)
+
+
 def test_a_capture_has_no_short_equivalent_and_the_run_says_how_to_make_it_again(written):
     text, patched = written(PLAIN, OWN.but(mode="captured", optimizer="fused"), gpus=["NVIDIA H200"])
     assert "fused=True" in patched

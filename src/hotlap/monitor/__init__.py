@@ -6,5 +6,4 @@ does so beside a training, `verdict` says what bounds that now, and `first_epoch
 beside a training that memory grows.
 `findings` says what is wrong with a training; `aftermath` finds that in the files of a run, `outside` in a process.
 `trainings` finds trainings by what they leave, `screen` makes lines of it, and `watch` shows them.
-`findings` are what is wrong with a training, in order of cost; `aftermath` makes them from a run or a process.
 """

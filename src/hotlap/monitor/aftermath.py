@@ -57,6 +57,8 @@ FAULTS: dict[tuple[str, ...], tuple[str, str, str]] = {
     ),
     NOT_FINITE: ("not-finite", "numbers became NaN or infinite", "a lower learning rate, or clip=1.0"),
     ("memory grows",): ("memory-grows", "memory grew while it trained", "`hotlap memory {command}` names the lines"),
+    ("hang",): ("hang", "it hung", "the stacks are in ledger.jsonl of the run; `hotlap diagnose {command}`"),
+    ("hotlap",): ("hotlap-failed", "hotlap failed, and the script went on without it", "report it: CONTRIBUTING.md"),
     ("data changed",): ("data-changed", "data that hotlap held changed", "keep the dataset as it is while it trains"),
 }
 """Faults of the ledger by how they begin: the name of the finding, what happened, what to do."""

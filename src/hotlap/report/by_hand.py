@@ -151,6 +151,7 @@ def edited(text: str, changes: Iterable[Change]) -> tuple[str, list[Change]]:
             edits += change.edit(source)
         except NotFoundError as error:
             left.append(dataclasses.replace(change, why=str(error)))
+    edits.sort(key=lambda edit: not edit.text.startswith(("import ", "from ")))
     after = source.edited(list(dict.fromkeys(edits)))  # two changes may need the same import
     Source(after)
     return after, left
@@ -205,7 +206,7 @@ def _setting(line: str, source: Source) -> list[Edit]:
         raise NotFoundError(f"line {at_line} of the script sets {name} itself")
     at, has_torch = source.header()
     imported = [] if has_torch else [Edit(begin=at, end=at, text="import torch\n")]
-    return [*imported, Edit(begin=at, end=at, text=f"{line}\n")]
+    return [*imported, Edit(begin=at, end=at, text=f"\n{line}\n")]
 
 
 def _set(what: str, line: str, note: str = "") -> Change:
@@ -374,7 +375,9 @@ def _batched(source: Source, *, is_held: bool, more: str) -> list[Edit]:
         raise NotFoundError(f"line {call.lineno} chooses batches itself: {odd}")
     if not isinstance(shuffle, ast.Constant):
         raise NotFoundError(f"line {call.lineno} shuffles or not")
-    statement, tensors = source.statement_of(call), source.tensors_of(dataset)
+    statement, (tensors, is_part) = source.statement_of(call), source.tensors_of(dataset)
+    if is_part and is_held:
+        raise NotFoundError("other parts of the same data may be used on the host")
     indent = source.indent_of(statement)
     inside = _on_device(source, tensors) if is_held else []
     if isinstance(dataset, ast.Name):
@@ -382,6 +385,8 @@ def _batched(source: Source, *, is_held: bool, more: str) -> list[Edit]:
         if inside and source.uses_of(dataset) > 1:
             raise NotFoundError(f"{name} is used elsewhere too")
         edits = inside
+    elif is_part:
+        raise NotFoundError(f"line {call.lineno} makes a part of a dataset")
     else:
         name = "dataset" if source.knows("dataset") is None else "training_data"
         if source.knows(name) is not None:

@@ -21,6 +21,8 @@ Binding = tuple[ast.Module | Function, str]
 FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 """The optimizers of torch that have a fused kernel."""
 DATA = "torch.utils.data"
+PARTS = (f"{DATA}.random_split", f"{DATA}.Subset")
+"""What makes parts of a dataset, which take many indices at once if the whole does."""
 PASSED_ON = ("enumerate", "tqdm", "track")
 """Functions that hand on the batches of a loader."""
 DEEPEST = 20
@@ -139,6 +141,7 @@ class Source:
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)) or node.keywords:
                 continue
             of, most = node.func.value, {"to": (1, 1), "cuda": (0, 1)}.get(node.func.attr)
+            of = of.value if isinstance(of, ast.Subscript) else of
             if most is None or not isinstance(of, ast.Name) or of.id not in batch:
                 continue
             if most[0] <= len(node.args) <= most[1] and not any(isinstance(one, ast.Starred) for one in node.args):
@@ -147,12 +150,14 @@ class Source:
             raise NotFoundError("hotlap finds no .to(device) of a batch in the training loop")
         return found
 
-    def tensors_of(self, dataset: ast.expr) -> ast.Call:
-        """The call that makes a `TensorDataset`."""
-        found = self.resolved(dataset)
+    def tensors_of(self, dataset: ast.expr) -> tuple[ast.Call, bool]:
+        """The call that makes a `TensorDataset`, and whether the dataset is only a part of that."""
+        found, is_part = self.resolved(dataset), False
+        if isinstance(found, ast.Call) and found.args and self._dotted(found.func) in PARTS:
+            found, is_part = self.resolved(found.args[0]), True
         if not isinstance(found, ast.Call) or self._dotted(found.func) != f"{DATA}.TensorDataset":
             raise NotFoundError("only a TensorDataset certainly takes many indices at once")
-        return found
+        return found, is_part
 
     def uses_of(self, name: ast.Name) -> int:
         """How many times a variable is read."""
@@ -349,6 +354,8 @@ class Source:
             return None
         at, value = place.elts.index(stores[0]), of.value  # type: ignore[arg-type]
         if isinstance(value, ast.Call):
+            if self._dotted(value.func) in PARTS:
+                return value
             value = self._returned(value)  # type: ignore[assignment]
         is_like = isinstance(value, ast.Tuple) and len(value.elts) == len(place.elts) and len(of.targets) == 1
         return value.elts[at] if is_like and isinstance(value, ast.Tuple) else None
@@ -379,8 +386,7 @@ class Source:
     def _kind(self, call: ast.Call) -> str | None:
         """The class of an optimizer of torch's that a call makes."""
         head, _, kind = (self._dotted(call.func) or "").rpartition(".")
-        inner = head.removeprefix("torch.optim").split(".")
-        return kind if head.startswith("torch.optim") and len(inner) <= 2 and kind[:1].isupper() else None
+        return kind if head in ("torch.optim", f"torch.optim.{kind.lower()}") else None
 
     def _parameters_of(self, optimizer: ast.Call) -> list[ast.Name]:
         """The names of the models whose parameters an optimizer is given."""
