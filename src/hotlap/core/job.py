@@ -18,7 +18,9 @@ from hotlap.core.errors import JobError, did_you_mean
 from hotlap.core.job_checks import METRICS as METRICS
 from hotlap.core.job_checks import REQUIRED, Problems
 
-WHOLE = ("batch_size", "epochs", "steps", "accumulate", "eval_batch", "eval_every", "patience", "seed")
+WHOLE = (
+    "batch_size", "epochs", "steps", "accumulate", "eval_batch", "eval_every", "patience", "seed", "skip_bad_samples",
+)  # fmt: skip
 """Fields that are whole numbers."""
 
 
@@ -73,6 +75,12 @@ class Job:
     """Batches that make one update: the effective batch is batch_size × accumulate."""
     skip_nonfinite: bool = False
     """Leave out an update whose gradients hold NaN or Inf. On a GPU this costs one wait per step."""
+
+    skip_bad_samples: int = 0
+    """How many samples may be left out because fetching them raises, of `data` and `valid` together; 0: none.
+
+    A sample is left out of its batch, which counts with its true size. The run lists each.
+    """
 
     valid: Any = None
     """Validation data, in any form that `data` may have."""

@@ -70,6 +70,11 @@ class Problems:
                 self._add(f"{name}={shown(value)} is too large; the most is {MOST:,}")
         if not is_whole(job.seed) or not 0 <= job.seed < 2**63:
             self._add(f"seed={shown(job.seed)} must be a whole number from 0 to 2**63 - 1")
+        if not is_whole(job.skip_bad_samples) or not 0 <= job.skip_bad_samples <= MOST:
+            self._add(
+                f"skip_bad_samples={shown(job.skip_bad_samples)} must be the number of samples that may be left out, "
+                "a whole number of at least 0"
+            )
         clip = job.clip
         if clip is not None and not ((is_whole(clip) or isinstance(clip, float)) and 0 < clip < float("inf")):
             self._add(f"clip={shown(clip)} must be a number above 0")

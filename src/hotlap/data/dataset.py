@@ -25,6 +25,7 @@ from hotlap.core.data_checks import is_columns
 from hotlap.core.errors import DataError
 from hotlap.core.job import Job
 from hotlap.core.plan import MOST_PREFETCH, Feed
+from hotlap.data.bad_samples import BadSamples
 from hotlap.data.batches import Batch
 from hotlap.data.feeds import LOADER_PASSES_ON
 from hotlap.data.order import BatchedOrder, Order, SampledOrder
@@ -37,14 +38,21 @@ _known_rows: WeakKeyDictionary[Subset[Any], tuple[list[int], Tensor]] = WeakKeyD
 epoch may ask again."""
 
 
-def as_source(data: Any, collate: Callable[[list[Any]], Batch] | None = None, *, loaded: bool = False) -> Source:
-    """The source for a job's data in any form, or for the dataset of a DataLoader (`loaded`)."""
-    source = _source_of(data, collate, loaded=loaded)
-    source.given, source.reopen = data, functools.partial(as_source, data, collate, loaded=loaded)
+def as_source(
+    data: Any, collate: Callable[[list[Any]], Batch] | None = None, *, loaded: bool = False, skips_bad: bool = False
+) -> Source:
+    """The source for a job's data in any form, or for the dataset of a DataLoader (`loaded`).
+
+    With `skips_bad` it leaves out samples whose code raises.
+    """
+    source = _source_of(data, collate, loaded=loaded, skips_bad=skips_bad)
+    source.given = data
+    source.reopen = functools.partial(as_source, data, collate, loaded=loaded, skips_bad=skips_bad)
+    source.skips_bad = skips_bad and source.computes
     return source
 
 
-def _source_of(data: Any, collate: Callable[[list[Any]], Batch] | None, *, loaded: bool) -> Source:
+def _source_of(data: Any, collate: Callable[[list[Any]], Batch] | None, *, loaded: bool, skips_bad: bool) -> Source:
     if (loaded or type(data) is TensorDataset) and _needs_gradients(data):
         return Source(data, collate)  # its batches are part of a graph
     # To a DataLoader, a tuple or dict is a plain sequence of samples.
@@ -58,7 +66,7 @@ def _source_of(data: Any, collate: Callable[[list[Any]], Batch] | None, *, loade
     if type(data) is Sequences:
         return SequenceColumns(data, collate)
     if type(data) is Subset:
-        return Selection(as_source(data.dataset, collate, loaded=True), _rows_of(data))
+        return Selection(as_source(data.dataset, collate, loaded=True, skips_bad=skips_bad), _rows_of(data))
     return Source(data, collate)
 
 
@@ -103,6 +111,8 @@ class OrderedDataset:
     """The share of padding in batches, for sequences of several lengths."""
     is_sorted: bool = False
     """Whether hotlap sorted the samples by length."""
+    bad: BadSamples | None = None
+    """The samples that were left out; None if none may be."""
 
     def renewed(self) -> OrderedDataset:
         """The same with the current data. Raises DataError if its length changed."""
@@ -119,10 +129,10 @@ class OrderedDataset:
 
 def training_dataset(job: Job, *, workers: int | None = None, on_gpu: bool = False) -> OrderedDataset:
     """The data on which a job trains; `workers` is the environment's request, if the job has none."""
-    data = job.data
+    data, bad = job.data, BadSamples(job.skip_bad_samples) if job.skip_bad_samples else None
     if isinstance(data, DataLoader):
-        return _loader_dataset(data, job, on_gpu=on_gpu)
-    source = as_source(data, job.collate)
+        return replace(_loader_dataset(data, job, on_gpu=on_gpu), bad=bad)
+    source = as_source(data, job.collate, skips_bad=bad is not None)
     assert job.batch_size is not None  # the job has checked it
     settings: dict[str, Any] = {
         "batch_size": job.batch_size,
@@ -142,6 +152,7 @@ def training_dataset(job: Job, *, workers: int | None = None, on_gpu: bool = Fal
         seed=job.seed,
         batch_size=job.batch_size,
         padding=padding,
+        bad=bad,
     )
 
 
@@ -155,10 +166,14 @@ def _drawn_order(source: Source, *, shuffled: bool, by_length: bool, **settings:
     return LengthOrder(lengths, **settings)
 
 
-def evaluation_dataset(data: Any, *, batch_size: int, collate: Any = None, on_gpu: bool = False) -> OrderedDataset:
-    """All of `data` once, in its order; of a DataLoader, the samples of its sampler."""
+def evaluation_dataset(
+    data: Any, *, batch_size: int, collate: Any = None, on_gpu: bool = False, bad: BadSamples | None = None
+) -> OrderedDataset:
+    """All of `data` once, in its order; of a DataLoader, the samples of its sampler. Samples that raise are left out
+    if `bad` lists them."""
+    skips_bad = bad is not None
     if not isinstance(data, DataLoader):
-        source = as_source(data, collate)
+        source = as_source(data, collate, skips_bad=skips_bad)
         order: Order = Order(len(source), batch_size=batch_size, shuffled=False)
         lengths = lengths_in(source)
         if lengths is not None:
@@ -172,8 +187,9 @@ def evaluation_dataset(data: Any, *, batch_size: int, collate: Any = None, on_gp
             batch_size=batch_size,
             padding=padding,
             is_sorted=lengths is not None,
+            bad=bad,
         )
-    source = as_source(data.dataset, own_collate(data), loaded=True)
+    source = as_source(data.dataset, own_collate(data), loaded=True, skips_bad=skips_bad)
     order = _evaluation_order(data, len(source), batch_size)
     source, padding = with_chosen_widths(source, order)
     return OrderedDataset(
@@ -183,6 +199,7 @@ def evaluation_dataset(data: Any, *, batch_size: int, collate: Any = None, on_gp
         feed=loader_feed(data, on_gpu),
         batch_size=batch_size,
         extras=_extras(data),
+        bad=bad,
     )
 
 
@@ -214,7 +231,7 @@ def _simplest(source: Source, workers: int | None) -> Feed:
 
 def _loader_dataset(loader: DataLoader[Any], job: Job, *, on_gpu: bool) -> OrderedDataset:
     seed, accumulate = job.seed, job.accumulate
-    source = as_source(loader.dataset, own_collate(loader), loaded=True)
+    source = as_source(loader.dataset, own_collate(loader), loaded=True, skips_bad=job.skip_bad_samples > 0)
     batches = loader.batch_sampler
     order: Order
     if type(batches) is not BatchSampler:

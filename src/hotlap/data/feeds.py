@@ -276,6 +276,7 @@ class LoaderFeeding:
         copier: DeviceCopier | None = None,
     ) -> None:
         self._requests, self._copier = _Requests(), copier
+        self._batches: Any = None
         self._start = WorkerStart(extras.get("worker_init_fn"))
         settings: dict[str, Any] = dict(extras)
         if plan.workers:
@@ -303,15 +304,14 @@ class LoaderFeeding:
         """The batches at these indices."""
         self._requests.ask(indices, epoch)
         with self._start.without_collector():
-            batches = iter(self._loader)
+            batches = self._batches = iter(self._loader)
         return batches if self._copier is None else copied_ahead(map(self._copier.send, batches))
 
     def close(self) -> None:
-        """End the workers, also persistent ones."""
-        iterator = getattr(self._loader, "_iterator", None)
-        if iterator is not None and hasattr(iterator, "_shutdown_workers"):
-            iterator._shutdown_workers()
-            self._loader._iterator = None
+        """End the workers, also persistent ones, and those of batches that an error or a `break` has left."""
+        if hasattr(self._batches, "_shutdown_workers"):
+            self._batches._shutdown_workers()
+        self._batches = self._loader._iterator = None
 
 
 class _Requests:

@@ -199,6 +199,8 @@ class Epoch:
         start = self.ends[first - 1] if first else 0
         if micro_batch is None:
             return [start, *self.ends[first:last]]
+        if start == self.ends[last - 1]:
+            return [start]
         return [start + cut for cut in even_cuts(self.ends[last - 1] - start, micro_batch)]
 
     def are_alike(self, window: int, count: int, micro_batch: int | None) -> bool:
@@ -207,6 +209,13 @@ class Epoch:
             return False
         mine = _steps(self.bounds(window, micro_batch))
         return all(_steps(self.bounds(other, micro_batch)) == mine for other in range(window + 1, window + count))
+
+    def without(self, left_out: Tensor) -> Epoch:
+        """The same batches without the samples at these indices; some may be empty."""
+        kept = torch.isin(self.indices, left_out, invert=True)
+        counts = torch.cat([torch.zeros(1, dtype=torch.int64), kept.cumsum(0)])
+        ends = [int(counts[end]) for end in self.ends]
+        return Epoch(self.indices[kept], ends, self._accumulate, self._length)
 
     @cached_property
     def _tickets(self) -> Tensor:

@@ -17,7 +17,9 @@ from torch.utils.data import default_collate
 from hotlap.core.errors import DataError, TrainingError, first_line, kind_of
 from hotlap.core.units import MIB, show_bytes
 from hotlap.data.background_fetch import BackgroundFetch, processes_for, shared_s
+from hotlap.data.bad_samples import LeftOut
 from hotlap.data.batches import Batch, count_samples, map_tensors
+from hotlap.data.order import Epoch
 from hotlap.data.pure.proof import GRADIENTS, why_not_fixed
 from hotlap.data.sources import Allocate, Columns, HoldingCost, Selection, Source, StackedColumns, tensors_in
 from hotlap.machine.cuda import free_for_torch
@@ -85,10 +87,21 @@ class ResidentFeeding:
 
     tickets = False
 
-    def __init__(self, columns: Columns, device: torch.device) -> None:
+    def __init__(self, columns: Columns, device: torch.device, left_out: Sequence[LeftOut] = ()) -> None:
+        """`left_out` are samples that the columns lack."""
         self.columns = columns
         self._order = EpochOrder(device)
+        self._left_out = torch.tensor([one.place for one in left_out], dtype=torch.int64) if left_out else None
+        self._thinned: tuple[Epoch, Epoch] | None = None
         self._epoch: Tensor | None = None
+
+    def held_of(self, epoch: Epoch) -> Epoch:
+        """The epoch without samples that the columns lack."""
+        if self._left_out is None:
+            return epoch
+        if self._thinned is None or self._thinned[0] is not epoch:
+            self._thinned = epoch, epoch.without(self._left_out)
+        return self._thinned[1]
 
     def begin(self, indices: Tensor) -> None:
         """Begin an epoch, or continue the current one."""
@@ -296,7 +309,7 @@ def _sample_s(source: Source, kinds: _Kinds) -> float:
         few, start = chosen[first::TIMES], time.perf_counter()
         if not few or sum(found) > TIMED_S:
             break
-        _stacked(source.read(few), kinds)
+        _stacked(source.read_good(few)[0], kinds)
         found.append((time.perf_counter() - start) / len(few))
     return statistics.median_low(found)
 
@@ -386,20 +399,36 @@ def _fetched(source: Source, device: torch.device, progress: Progress | None) ->
         return columns
     total, name, measured = len(source), type(source.samples).__name__, _measured(source)
     whole = map_tensors(measured.one, lambda t: torch.empty((total, *t.shape[1:]), dtype=t.dtype, device=device))
-    targets = tensors_in(whole)
+    targets, left_out = tensors_in(whole), list[LeftOut]()
     step = min(CHUNK_SAMPLES, max(1, CHUNK_BYTES // max(1, measured.bytes)))
     source = source.for_probing()
     for start in range(0, total, step):
         end = min(total, start + step)
-        rows, odd = _stacked(source.read(range(start, end)), measured.kinds)
+        samples, bad = source.read_good(range(start, end))
+        rows, odd = _stacked(samples, measured.kinds) if samples else (None, None)
         if odd is not None:
             number, kinds = odd
             raise DataError(f"{name} cannot be held: {_unlike(0, measured.kinds, start + number, kinds)}")
-        for target, part in zip(targets, tensors_in(rows), strict=True):
-            target[start:end].copy_(part)
+        left_out += [one._replace(place=start + one.place) for one in bad]
+        if bad:
+            _place_good(targets, tensors_in(rows), start, end, [one.place for one in bad])
+        else:
+            for target, part in zip(targets, tensors_in(rows), strict=True):
+                target[start:end].copy_(part)
         if progress is not None:
             progress(end, total)
-    return StackedColumns(whole)
+    columns = StackedColumns(whole)
+    columns.left_out = left_out
+    return columns
+
+
+def _place_good(targets: list[Tensor], parts: list[Tensor], start: int, end: int, bad: list[int]) -> None:
+    """Write the rows that there are, and zeros for those at these places."""
+    good = torch.tensor(sorted({*range(end - start)} - {*bad}), dtype=torch.int64)
+    for target in targets:
+        target[start:end].zero_()
+    for target, part in zip(targets, parts, strict=bool(parts)):
+        target[start:end].index_copy_(0, good.to(target.device), part.to(target.device))
 
 
 def _fetched_by_processes(source: Source, device: torch.device, progress: Progress | None) -> Columns | None:
@@ -480,10 +509,12 @@ def _measured(source: Source) -> _Measured:
 def _measure(source: Source) -> _Measured:
     name, indices = type(source.samples).__name__, evenly_spread(len(source))
     try:
-        samples = source.for_probing().read(indices)
+        samples, bad = source.for_probing().read_good(indices)
+        indices = [index for place, index in enumerate(indices) if place not in {one.place for one in bad}]
         batch = default_collate(samples[:1])
     except Exception as error:  # the user's code may raise anything
-        return _Measured(f"samples of {name} cannot be stacked: {first_line(error)}")
+        where = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
+        return _Measured(f"samples of {name} cannot be stacked: {first_line(error)}{where}")
     wanted = tuple(_kinds_in(samples[0]))
     for index, sample in zip(indices, samples, strict=True):
         kinds = tuple(_kinds_in(sample))

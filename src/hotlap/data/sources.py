@@ -23,6 +23,7 @@ from torch.utils.data import default_collate
 from hotlap.core.data_checks import named_columns
 from hotlap.core.errors import DataError
 from hotlap.core.units import MIB
+from hotlap.data.bad_samples import LeftOut, Thinned, why_left_out
 from hotlap.data.batches import Batch, map_tensors
 from hotlap.data.order import HOST_GENERATORS, HostGenerator, mix
 
@@ -53,6 +54,8 @@ class Source:
         """Makes a new source of the current data; None for a source without such data."""
         self.findings: dict[str, Any] = {}
         """Results of probing the samples, by name, so that hotlap probes once."""
+        self.skips_bad = False
+        """Whether samples that raise are left out of their batches."""
         self._collate = collate or default_collate
         self._drawn: list[HostGenerator] | None = None
         """The generators that samples drew from so far; None before the first batch."""
@@ -83,7 +86,8 @@ class Source:
         batch, and leaves the training's generators untouched. Seeding costs microseconds a sample, and most datasets
         draw nothing. So hotlap seeds and checks all generators in the first batch, and later only those that moved. If
         another one moves later, hotlap fetches that batch again. A dataset with `__getitems__` gets whole batches
-        as long as it draws nothing; hotlap repeats the batch in which it first draws, sample by sample.
+        as long as it draws nothing; hotlap repeats the batch in which it first draws, sample by sample. If the source
+        `skips_bad`, a batch without some of its samples is `Thinned`.
         """
         before = [generator.state() for generator in HOST_GENERATORS]
         seeded: Sequence[HostGenerator] = HOST_GENERATORS
@@ -106,17 +110,17 @@ class Source:
 
     def _first(self, tickets: Sequence[int], seed: int, epoch: int) -> Batch:
         """The first batch, in which hotlap finds the generators that samples draw from."""
-        length, samples = len(self), None
+        length, samples, left_out = len(self), None, list[LeftOut]()
         if self._answers_many:
             with self._noting(mix(seed, epoch, *tickets)):
-                samples = self.read([ticket % length for ticket in tickets])
+                samples, left_out = self.read_good([ticket % length for ticket in tickets])
         if samples is None or self._drawn:
-            samples = []
-            for ticket in tickets:
+            samples, left_out = [], []
+            for place, ticket in enumerate(tickets):
                 with self._noting(mix(seed, epoch, ticket)):
-                    samples += self.read([ticket % length])
+                    self._add(samples, left_out, place, ticket % length)
         with self._noting(mix(seed, epoch, *tickets)):
-            return self._collate(samples)
+            return self._batch_of(samples, left_out)
 
     @property
     def _answers_many(self) -> bool:
@@ -137,13 +141,39 @@ class Source:
     def _attempt(self, tickets: Sequence[int], seed: int, epoch: int) -> Batch:
         length = len(self)
         if not self._drawn:
-            return self._collate(self.read([ticket % length for ticket in tickets]))
-        samples = []
-        for ticket in tickets:
+            return self._batch_of(*self.read_good([ticket % length for ticket in tickets]))
+        samples, left_out = list[Any](), list[LeftOut]()
+        for place, ticket in enumerate(tickets):
             self._seed(mix(seed, epoch, ticket))
-            samples += self.read([ticket % length])
+            self._add(samples, left_out, place, ticket % length)
         self._seed(mix(seed, epoch, *tickets))  # for a collate function that draws
-        return self._collate(samples)
+        return self._batch_of(samples, left_out)
+
+    def _add(self, samples: list[Any], left_out: list[LeftOut], place: int, index: int) -> None:
+        """Read one sample into `samples`, or, if it raises and may be skipped, into `left_out`."""
+        try:
+            samples += self.read([index])
+        except Exception as error:
+            if not self.skips_bad:
+                raise
+            left_out.append(LeftOut(place, index, why_left_out(error)))
+
+    def _batch_of(self, samples: list[Any], left_out: list[LeftOut]) -> Batch:
+        if not left_out:
+            return self._collate(samples)
+        return Thinned(self._collate(samples) if samples else None, left_out)
+
+    def read_good(self, indices: Sequence[int]) -> tuple[list[Any], list[LeftOut]]:
+        """The samples at these indices, and those that raised, if the source `skips_bad`; else as `read`."""
+        if not self.skips_bad:
+            return self.read(indices), []
+        if self._answers_many:
+            with suppress(Exception):  # each sample shows below whether it raises
+                return self.read(indices), []
+        samples, left_out = list[Any](), list[LeftOut]()
+        for place, index in enumerate(indices):
+            self._add(samples, left_out, place, index)
+        return samples, left_out
 
     def _seed(self, number: int) -> None:
         for generator in self._drawn or ():
@@ -158,12 +188,25 @@ class Source:
             except Exception as error:
                 error.add_note(f"hotlap: while fetching sample {last} of {type(self.samples).__name__}")
                 raise
-        found = list(self.samples.__getitems__(list(indices)))
+        try:
+            found = list(self.samples.__getitems__(list(indices)))
+        except Exception as error:
+            error.add_note(f"hotlap: while fetching {self._culprit(indices)} of {type(self.samples).__name__}")
+            raise
         if len(found) != len(indices):
             raise DataError(
                 f"{type(self.samples).__name__}.__getitems__ gave {len(found)} samples for {len(indices)} indices"
             )
         return found
+
+    def _culprit(self, indices: Sequence[int]) -> str:
+        """Which of these samples raises by itself, in words."""
+        for index in indices:
+            try:
+                self.samples.__getitems__([index])
+            except Exception:
+                return f"sample {index}"
+        return f"samples {', '.join(map(str, indices))}"
 
     def for_probing(self) -> Source:
         """The same samples from a shallow copy of the dataset, for probing in the training process.
@@ -172,12 +215,13 @@ class Source:
         `__del__` is not copied: when the copy goes, it would close what both hold.
         """
         kind = type(self.samples)
-        if not hasattr(self.samples, "__dict__") or hasattr(kind, "__del__"):
-            return _ProbedSource(self.samples, self.own_collate)
-        try:
-            return _ProbedSource(copy.copy(self.samples), self.own_collate)
-        except Exception:  # a user's class may raise anything when it is copied
-            return _ProbedSource(self.samples, self.own_collate)
+        samples = self.samples
+        if hasattr(samples, "__dict__") and not hasattr(kind, "__del__"):
+            with suppress(Exception):  # a user's class may raise anything when it is copied
+                samples = copy.copy(samples)
+        found = _ProbedSource(samples, self.own_collate)
+        found.skips_bad = self.skips_bad
+        return found
 
 
 class _ProbedSource(Source):
@@ -219,6 +263,8 @@ class Columns(Source):
     """Whether a batch consists of unchanged rows of its tensors."""
     widths: tuple[int, ...] = ()
     """Widths of batches, if samples differ in size."""
+    left_out: Sequence[LeftOut] = ()
+    """Samples that raised while hotlap fetched them; their rows hold zeros."""
     holding_cost: HoldingCost | None = None
     """The cost of holding them (see `resident.hold_on_device`); None for columns as the user gave them."""
 
@@ -327,6 +373,7 @@ class Selection(Source):
     def __init__(self, inner: Source, rows: Sequence[int] | Tensor) -> None:
         super().__init__(inner.samples)
         self.own_collate, self.computes, self.on_host = inner.own_collate, inner.computes, inner.on_host
+        self.skips_bad = inner.skips_bad
         self.inner = inner
         # By numpy, in this thread: waking others takes longer.
         chosen = torch.as_tensor(rows, dtype=torch.int64, device="cpu").numpy().copy()
@@ -359,6 +406,10 @@ class Selection(Source):
     def read(self, indices: Sequence[int]) -> list[Any]:
         """The samples at these indices of the selection."""
         return self.inner.read([int(self.rows[index]) for index in indices])
+
+    def read_good(self, indices: Sequence[int]) -> tuple[list[Any], list[LeftOut]]:
+        """The samples at these indices of the selection, and those of the inner source that raised."""
+        return self.inner.read_good([int(self.rows[index]) for index in indices])
 
     def for_probing(self) -> Source:
         """The same rows of the inner source, for probing."""

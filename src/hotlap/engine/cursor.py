@@ -162,7 +162,7 @@ class Cursor:
                         stream, version = self._stream(epoch, number, steps, room), self._version
                     window = next(stream)
                     made = window.updates
-                    if not self._may_look:
+                    if not self._may_look and window.pieces:
                         self._seen.append(window)
                     # The place moves before the step: between two steps it names the next window.
                     expected = self.place = Place(number, place.window + made, place.served + made)
@@ -250,6 +250,8 @@ class Cursor:
         for piece in pieces:
             here = sizes.popleft()
             whole = [piece] if len(here) == 1 else [piece, *islice(pieces, len(here) - 1)]
+            if self.dataset.bad is not None:
+                whole, here = self.dataset.bad.thin(whole, here)
             yield Window(whole, here, self._all_count)
 
     def _opened(self, plan: Plan) -> Feeding:
@@ -259,8 +261,11 @@ class Cursor:
             if layout not in self._resident:
                 if not self.keeps or self._is_memory_short():
                     self._resident = {}
-                columns = packed(hold_on_device(dataset.source, self._device), images_last=layout == "channels_last")
-                self._resident[layout] = ResidentFeeding(columns, self._device)
+                held = hold_on_device(dataset.source, self._device)
+                if dataset.bad is not None:
+                    dataset.bad.note("data", held.left_out)
+                columns = packed(held, images_last=layout == "channels_last")
+                self._resident[layout] = ResidentFeeding(columns, self._device, held.left_out)
             return self._resident[layout]
         return self._parked.pop(plan.feed) if plan.feed in self._parked else self._new(plan.feed)
 
@@ -280,6 +285,7 @@ class Cursor:
         room: Callable[[], int] | None,
     ) -> Iterator[Window]:
         """Windows whose samples are on the device. They name rows; gathering these is part of the step."""
+        epoch = feeding.held_of(epoch)
         feeding.begin(epoch.indices)
         micro, together = plan.memory.micro_batch, plan.execution.replay_steps
         window = self.place.window
@@ -308,8 +314,9 @@ class Cursor:
         self, feeding: ResidentFeeding, epoch: Epoch, window: int, micro: int | None, updates: int
     ) -> Window:
         bounds = epoch.bounds(window, micro)
-        pieces: list[Batch] = [feeding.rows(a, b - a) for a, b in pairwise(bounds)]
-        return Window(pieces, [b - a for a, b in pairwise(bounds)], self._all_count, updates)
+        cuts = [(a, b) for a, b in pairwise(bounds) if b > a]
+        pieces: list[Batch] = [feeding.rows(a, b - a) for a, b in cuts]
+        return Window(pieces, [b - a for a, b in cuts], self._all_count, updates)
 
     @property
     def windows_here(self) -> int:
@@ -334,12 +341,13 @@ class Cursor:
                 self._renew()
             feeding = self._opened(plan)
             assert isinstance(feeding, ResidentFeeding)
+            epoch = feeding.held_of(epoch)
             feeding.begin(epoch.indices)
-            for window in windows:
-                yield self._held_window(feeding, epoch, window, micro, 1)
+            held = (self._held_window(feeding, epoch, window, micro, 1) for window in windows)
+            yield from (window for window in held if window.pieces)
             return
         own = self._new(plan.feed)
         try:
-            yield from self._fetched(own, epoch, number, windows, micro)
+            yield from (window for window in self._fetched(own, epoch, number, windows, micro) if window.pieces)
         finally:
             own.close()

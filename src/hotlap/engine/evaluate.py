@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hotlap.core.errors import HotlapError, TrainingError
 from hotlap.core.plan import Plan
 from hotlap.core.tricks import REPLAYED_EVALUATION, REWIRED_LAYERS
+from hotlap.data.bad_samples import BadSamples, Thinned
 from hotlap.data.batches import Batch, map_tensors, to_device
 from hotlap.data.dataset import OrderedDataset, evaluation_dataset
 from hotlap.data.feeds import Feeding, open_feed
@@ -41,6 +42,8 @@ class Evaluator:
 
     def __init__(self, objective: Objective, device: torch.device, layout: Layout) -> None:
         self._objective, self._device, self._layout = objective, device, layout
+        self.bad: BadSamples | None = None
+        """Lists samples of evaluations that were left out; None if none may be. Predictions leave none out."""
         self._kept: _Kept | None = None
         self._captured: dict[bool, tuple[Plan, CapturedOutputs]] = {}
         """For predictions and for evaluations, with the plan of the last one."""
@@ -57,7 +60,12 @@ class Evaluator:
         """Loss and metrics by name, computed as the plan asks. A batch that does not fit in memory is halved until it
         does."""
         scores: dict[str, float] = self._without_a_trace(
-            lambda dataset, feeding: self._scores(dataset, feeding, metrics, plan), data, batch_size, collate, plan
+            lambda dataset, feeding: self._scores(dataset, feeding, metrics, plan),
+            data,
+            batch_size,
+            collate,
+            plan,
+            self.bad,
         )
         return scores
 
@@ -68,7 +76,13 @@ class Evaluator:
         )
 
     def _without_a_trace(
-        self, work: Callable[[OrderedDataset, Feeding], Any], data: Any, batch_size: int, collate: Any, plan: Plan
+        self,
+        work: Callable[[OrderedDataset, Feeding], Any],
+        data: Any,
+        batch_size: int,
+        collate: Any,
+        plan: Plan,
+        bad: BadSamples | None = None,
     ) -> Any:
         objective, device = self._objective, self._device
         modules = objective.modules
@@ -77,7 +91,7 @@ class Evaluator:
             module.eval()
         try:
             while True:
-                dataset, feeding = self._open(data, collate, batch_size, plan)
+                dataset, feeding = self._open(data, collate, batch_size, plan, bad)
                 try:
                     with torch.no_grad(), Switches(plan.numerics, plan.execution, device):
                         return work(dataset, feeding)
@@ -100,21 +114,26 @@ class Evaluator:
             self._kept = None
         self._captured = {}
 
-    def _open(self, data: Any, collate: Any, size: int, plan: Plan) -> tuple[OrderedDataset, Feeding]:
+    def _open(
+        self, data: Any, collate: Any, size: int, plan: Plan, bad: BadSamples | None
+    ) -> tuple[OrderedDataset, Feeding]:
         kept, wanted = self._kept, plan.feed.kind == "resident"
-        if kept is not None and kept.is_for(data, collate, size, wanted):
+        if kept is not None and kept.is_for(data, collate, size, wanted) and kept.dataset.bad is bad:
             if kept.state is None or kept.state.why_changed(thorough=True) is None:
                 return kept.dataset, kept.feeding
             self.close()  # the data has changed since it was held
         on_gpu = self._device.type == "cuda"
-        dataset = evaluation_dataset(data, batch_size=size, collate=collate, on_gpu=on_gpu)
+        dataset = evaluation_dataset(data, batch_size=size, collate=collate, on_gpu=on_gpu, bad=bad)
         # Use at most a third of the free memory: the training needs the rest.
         resident = wanted and why_not_held(dataset.source, self._device, reserve_bytes=self._two_thirds_free()) is None
-        feeding: Feeding = (
-            ResidentFeeding(hold_on_device(dataset.source, self._device), self._device)
-            if resident
-            else open_feed(dataset.source, dataset.feed, on_gpu=on_gpu, device=self._device, extras=dataset.extras)
-        )
+        feeding: Feeding
+        if resident:
+            columns = hold_on_device(dataset.source, self._device)
+            feeding = ResidentFeeding(columns, self._device, columns.left_out)
+            if bad is not None:
+                bad.note("valid", columns.left_out)
+        else:
+            feeding = open_feed(dataset.source, dataset.feed, on_gpu=on_gpu, device=self._device, extras=dataset.extras)
         if dataset.feed.persistent or resident:
             self.close()
             state = state_of(dataset.source) if resident else None
@@ -161,9 +180,18 @@ class Evaluator:
     def _batches(self, dataset: OrderedDataset, feeding: Feeding) -> Iterator[tuple[Any, int]]:
         """Batches on the device, and their numbers of samples."""
         epoch = dataset.order.epoch(0)
-        indices = [epoch.pieces(window, None, tickets=feeding.tickets)[0] for window in range(len(epoch))]
-        for asked, piece in zip(indices, feeding.pieces(indices, 0), strict=True):
-            yield to_device(piece, self._device, non_blocking=True), len(asked)
+        if isinstance(feeding, ResidentFeeding):
+            epoch = feeding.held_of(epoch)
+        asked = [epoch.pieces(window, None, tickets=feeding.tickets)[0] for window in range(len(epoch))]
+        indices = [piece for piece in asked if len(piece)]
+        for wanted, piece in zip(indices, feeding.pieces(indices, 0), strict=True):
+            samples = len(wanted)
+            if isinstance(piece, Thinned):
+                assert dataset.bad is not None  # its source skips samples
+                dataset.bad.note("valid", piece.left_out)
+                piece, samples = piece.batch, samples - len(piece.left_out)
+            if samples:
+                yield to_device(piece, self._device, non_blocking=True), samples
 
     def _ready(self, batch: Any, plan: Plan) -> Any:
         batch = self._objective.ready(batch, training=False)

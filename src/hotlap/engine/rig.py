@@ -51,6 +51,8 @@ FEED_SETTINGS = ("batch_size", "epochs", "steps", "order", "reorder", "drop_last
 
 MOST_CHANGES = 3
 """How often hotlap fetches changed data again before it uses the job's own feed for good."""
+NO_SAMPLES = "update left out"
+"""The entry in the ledger for a window whose samples were all left out."""
 FEW_WIDTHS = 2
 """Widths of batches up to which several consecutive batches may well have the same width."""
 
@@ -424,6 +426,7 @@ class Rig:
             None,
         )
         self._cursor.on_change, self._changes = self._data_changed, 0
+        self._evaluator.bad = dataset.bad
         if self._follows_user:
             self.use(dataclasses.replace(self.plan, feed=dataset.feed), why="as the data is given")
         reason = self.supports(self.plan)
@@ -525,6 +528,8 @@ class Rig:
     def advance(self, batch: Window | Batch) -> Tensor:
         """As `step`, but the next call may overwrite the loss."""
         window = batch if isinstance(batch, Window) else self._window_of(batch)
+        if not window.pieces:
+            return self._pass_over()
         try:
             loss = self._step(window)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
@@ -535,6 +540,13 @@ class Rig:
         self.steps += window.updates
         self.samples += window.samples
         return loss
+
+    def _pass_over(self) -> Tensor:
+        """A window whose samples were all left out: a step without an update."""
+        self.steps += 1
+        self.updates -= 1
+        self.write_down(NO_SAMPLES, "fault", "all samples of its batch were left out")
+        return torch.zeros((), device=self.device)
 
     @property
     def updates(self) -> int:

@@ -191,6 +191,8 @@ def _marks(optimizer: Optimizer) -> dict[tuple[int, Any], Any]:
 def _shape(window: Window) -> Hashable:
     """What tells windows apart by the memory that they need."""
     pieces = window.pieces
+    if not pieces:
+        return ()
     first = pieces[0]
     if type(first) is PendingRows:
         return window.updates, *((id(piece.columns), piece.count) for piece in pieces)

@@ -15,6 +15,7 @@ from hotlap.core.plan import Plan
 from hotlap.core.table import as_json, table
 from hotlap.core.terminal import clean
 from hotlap.core.units import show_bytes, show_rate, show_seconds
+from hotlap.engine.rig import NO_SAMPLES
 from hotlap.report import write_report
 from hotlap.store.files import finite
 from hotlap.store.run_folder import Artefact, RunFolder
@@ -145,12 +146,14 @@ class Run(FinishedRun):
     def _trained(self) -> list[str]:
         per_step = self.train_s / self.steps if self.steps else 0.0
         rate = self.samples / self.train_s if self.train_s else 0.0
-        skipped = self.steps - self.updates
+        empty = sum(entry.what == NO_SAMPLES for entry in self.ledger)
+        skipped = self.steps - self.updates - empty
         return [
             f"plan      {self.plan}",
             f"trained   {self.updates:,} updates, {self.samples:,} samples in {show_seconds(self.train_s)}: "
             f"{show_seconds(per_step)}/step, {show_rate(rate)} samples/s",
             *([f"skipped   {skipped:,} updates whose gradients were not finite"] if skipped else []),
+            *([f"skipped   {empty:,} updates whose samples were all left out"] if empty else []),
         ]
 
     def _score(self) -> str:

@@ -101,6 +101,8 @@ class _Loop:
         """Whether the training has been put back since the last step."""
         self._open: tuple[dict[str, Any], PendingMean] | None = None
         """A record whose loss is still on its way, and that loss."""
+        if task.dataset.bad is not None:
+            task.dataset.bad.tell = self._tell_of_bad_sample
         self._begun_at = task.rig.steps
         self._failed: Window | None = None
         """The window whose step an error ended, where nothing has put the training back."""
@@ -345,6 +347,10 @@ class _Loop:
         """Begin to choose plans from where the training stands."""
         self.tuner = self.live.tuner = chooser_for(self._task, self._length)
         self._told = self.tuner.done
+
+    def _tell_of_bad_sample(self, line: str) -> None:
+        self._rig.write_down("sample left out", "fault", line)
+        self._voice.warn(line)
 
     def _room(self) -> int:
         """Updates until an evaluation, or a checkpoint that is due by number."""

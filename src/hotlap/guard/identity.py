@@ -25,7 +25,7 @@ from hotlap.data.dataset import OrderedDataset
 from hotlap.data.sources import Columns
 from hotlap.guard.fingerprint import CODE, SHORT, Holdings, describe
 
-MAY_CHANGE = ("epochs", "steps", "patience", "eval_every", "device")
+MAY_CHANGE = ("epochs", "steps", "patience", "eval_every", "device", "skip_bad_samples")
 """Settings for how long and where to train: a resumed training may have others."""
 HELD_FORM = 2
 """Version of the fingerprints of held parts; across versions hotlap compares only those that are plain text."""
@@ -114,6 +114,8 @@ def settings_of(job: Job, optimizer: Optimizer | None = None) -> dict[str, Any]:
     settings["metrics"] = ", ".join(job.metric_names)
     if not job.reorder:
         del settings["reorder"]  # as in runs of versions without this setting
+    if not job.skip_bad_samples:
+        del settings["skip_bad_samples"]
     if isinstance(job.data, DataLoader):
         batches = job.data.batch_sampler
         settings["batch_size"], settings["drop_last"] = job.data.batch_size, job.data.drop_last

@@ -24,6 +24,7 @@ from hotlap.core.errors import TrainingError, first_line
 from hotlap.core.job import Job
 from hotlap.core.plan import Plan
 from hotlap.core.terminal import Say, silent
+from hotlap.data.bad_samples import Thinned
 from hotlap.data.batches import Batch, to_device
 from hotlap.data.dataset import OrderedDataset, training_dataset
 from hotlap.data.sources import tensors_in
@@ -87,7 +88,8 @@ class Bench:
         source, chosen = self.dataset.source, self.longest.order[:size]
         if source.why_not_gather() is None:
             return source.gather(torch.from_numpy(chosen))
-        return source.fetch(chosen.tolist(), self.job.seed, 0)
+        batch = source.fetch(chosen.tolist(), self.job.seed, 0)
+        return batch.batch if isinstance(batch, Thinned) else batch
 
     def window(self, size: int, pieces: int = 1) -> Window:
         """One update in so many pieces of so many samples."""
