@@ -26,7 +26,7 @@ SAMPLES, BATCH, EPOCHS, STUCK = 48, 8, 3, 20
 def _hangs_are_seen_soon(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOTLAP_HANG_S", "0.4")
-    monkeypatch.setattr("hotlap.guard.hangs.GRACE_S", 0.2)
+    monkeypatch.setattr("hotlap.guard.processes.GRACE_S", 0.2)
     monkeypatch.setattr("hotlap.fitting.training.SIGNAL_S", 0.1)
     # How long torch's loader waits before it looks whether workers are alive.
     monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.2,))

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from hotlap.core.errors import MachineError
-from hotlap.guard.hangs import BEFORE_FIRST, MOST_WINDOWS, HangWatch, end_processes, hang_s
+from hotlap.guard.hangs import BEFORE_FIRST, MOST_WINDOWS, HangWatch, hang_s
+from hotlap.guard.processes import end_processes
 from hotlap.guard.stacks import Call, Stack, of_worker, read_stacks, report, waiting_for
 
 
@@ -112,7 +113,7 @@ def test_a_process_that_was_stopped_does_not_hang(training):
 
 
 def test_a_person_in_a_debugger_is_left_alone(training, monkeypatch):
-    monkeypatch.setattr("hotlap.guard.hangs.is_debugged", lambda calls: True)
+    monkeypatch.setattr("hotlap.guard.hangs.is_attended", lambda calls: True)
     training.make_steps(20, 5)
     training.wait(600)
     assert training.found == []
@@ -131,7 +132,7 @@ def test_off_starts_no_thread_and_another_word_is_one_line(monkeypatch):
 
 
 def test_processes_that_ignore_sigterm_are_killed_and_strangers_are_left_alone(monkeypatch):
-    monkeypatch.setattr("hotlap.guard.hangs.GRACE_S", 0.3)
+    monkeypatch.setattr("hotlap.guard.processes.GRACE_S", 0.3)
     code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); signal.pause()"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as deaf:
         deaf.stdout.readline()

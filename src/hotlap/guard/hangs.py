@@ -7,30 +7,28 @@ from __future__ import annotations
 
 import functools
 import os
-import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Final, Self
-
-import psutil
 
 from hotlap.core.errors import MachineError
 from hotlap.core.terminal import logger, say
 from hotlap.core.units import read_seconds, show_seconds
 from hotlap.data import sources
 from hotlap.data.feeds import WorkerStart
+from hotlap.guard.processes import ANSWERING, Work, end_processes, is_at_work, state_of, work_so_far
 from hotlap.guard.stacks import (
     DATASET,
     GPU,
     THREADS,
     WORKERS,
     Wait,
-    is_debugged,
+    is_attended,
     is_long,
     of_worker,
     report,
@@ -53,14 +51,10 @@ BEFORE_FIRST: Final = 5
 LOOKS: Final = 12
 """Looks in the shortest hang."""
 AT_WORK_FROM: Final = 0.75
-"""The share of that time after which hotlap looks whether processes still work,"""
-AT_WORK: Final = (0.05, 2**20)
-"""by the share of a core and the bytes that they read and write."""
+"""The share of that time after which hotlap looks whether processes still work."""
 MOST_WINDOWS: Final = 10
 """How often a training that works and makes no step gets the same time again."""
 MOST_INDICES: Final = 8
-GRACE_S: Final = 3.0
-"""How long workers have to end after SIGTERM."""
 
 
 def hang_s() -> float | None:
@@ -100,13 +94,13 @@ class HangWatch:
         *,
         on_gpu: bool = False,
         clock: Callable[[], float] = time.monotonic,
-        at_work: Callable[[], tuple[float, int]] | None = None,
+        at_work: Callable[[], Work] | None = None,
     ) -> None:
         """`at_work` returns seconds of cores and bytes that this process and its children have used."""
         least_s = hang_s()
         self._is_wanted, self._least_s = least_s is not None, least_s or LEAST_S
         self._progress, self._notice, self._on_gpu = progress, notice, on_gpu
-        self._clock, self._at_work = clock, at_work or _work_so_far
+        self._clock, self._at_work = clock, at_work or functools.partial(work_so_far, os.getpid())
         self.every_s = min(5.0, self._least_s / LOOKS)
         """Seconds between two looks."""
         self._thread = Beside("hotlap hangs", self.look, lambda: self.every_s)
@@ -117,7 +111,7 @@ class HangWatch:
         self._looked_s = self._moved_s = self._since_s = clock()
         """When it looked last, when there was progress, and when the time began that may be a hang."""
         self._longest_s = self._step_s = 0.0
-        self._work: tuple[float, tuple[float, int]] | None = None
+        self._work: tuple[float, Work] | None = None
         """When `at_work` was asked in this time, and what it returned."""
         self._windows, self._is_noticed, self._has_ended_workers = 0, False, False
 
@@ -169,15 +163,19 @@ class HangWatch:
         self._seen, self._moved_s, self._since_s = seen, now, now
         self._windows, self._work, self._is_noticed, self._has_ended_workers = 0, None, False, False
 
-    def _judge(self, now: float, work: tuple[float, tuple[float, int]]) -> None:
+    def _judge(self, now: float, work: tuple[float, Work]) -> None:
         """There was no progress for too long: find out whether it is a hang."""
         frame = sys._current_frames().get(self._watched)
         stacks = stacks_here(self._watched)
         calls = stacks[0].calls
-        if frame is None or is_debugged(calls):
+        if frame is None or is_attended(calls):
             return
         wait = waiting_for(calls, on_gpu=self._on_gpu)
-        if wait is not GPU and self._is_at_work(now, *work) and (is_long(calls) or self._windows < MOST_WINDOWS):
+        if (
+            wait is not GPU
+            and is_at_work(work[1], self._at_work(), now - work[0])
+            and (is_long(calls) or self._windows < MOST_WINDOWS)
+        ):
             self._since_s, self._windows, self._work = now, self._windows + 1, None
             return
         self._is_noticed = True
@@ -193,24 +191,6 @@ class HangWatch:
         if workers:
             self._has_ended_workers = True
             end_processes(workers)
-
-    def _is_at_work(self, now: float, began_s: float, before: tuple[float, int]) -> bool:
-        cores_s, moved = (new - old for new, old in zip(self._at_work(), before, strict=True))
-        least_share, least_bytes = AT_WORK
-        return cores_s > least_share * (now - began_s) or moved > least_bytes
-
-
-def _work_so_far() -> tuple[float, int]:
-    """Seconds of cores, and bytes read and written, of this process and its children."""
-    seconds, moved = 0.0, 0
-    me = psutil.Process()
-    for process in (me, *me.children(recursive=True)):
-        with suppress(psutil.Error, OSError, AttributeError):  # one that has ended; a system without such counts
-            spent = process.cpu_times()
-            seconds += spent.user + spent.system
-            counts: Any = process.io_counters()  # type: ignore[attr-defined,unused-ignore]
-            moved += counts.read_chars + counts.write_chars
-    return seconds, moved
 
 
 def _loader_in(frame: FrameType | None) -> Any:
@@ -241,48 +221,12 @@ def _sample_in(frame: FrameType | None) -> str:
 
 # --- worker processes -------------------------------------------------------------------------------
 
-_ANSWERING: Final = (psutil.STATUS_RUNNING, psutil.STATUS_SLEEPING, psutil.STATUS_IDLE)
-_STATES: Final = {
-    psutil.STATUS_RUNNING: "is running",
-    psutil.STATUS_SLEEPING: "is asleep",
-    psutil.STATUS_IDLE: "is asleep",
-    psutil.STATUS_DISK_SLEEP: "waits for a disk",
-    psutil.STATUS_STOPPED: "is stopped",
-    psutil.STATUS_TRACING_STOP: "is stopped by a debugger",
-    psutil.STATUS_ZOMBIE: "has ended",
-    psutil.STATUS_DEAD: "has ended",
-}
-
 
 def _worker_lines(pid: int, loader: Any) -> list[str]:
     """The state of a worker, and where it is, if it can say."""
-    try:
-        state = psutil.Process(pid).status()
-    except psutil.Error:
-        state = psutil.STATUS_DEAD
-    start = getattr(loader, "_worker_init_fn", None)
-    is_awake = state in _ANSWERING
-    text = start.stacks_of(pid) if is_awake and isinstance(start, WorkerStart) else ""
-    return of_worker(pid, _STATES.get(state, f"is {state}"), text)
-
-
-def end_processes(pids: Sequence[int]) -> None:
-    """End children of this process: by SIGTERM, and after a while by SIGKILL."""
-    for number in (signal.SIGTERM, getattr(signal, "SIGKILL", signal.SIGTERM)):
-        alive = [pid for pid in pids if _is_running_child(pid)]
-        for pid in alive:
-            with suppress(OSError):
-                os.kill(pid, number)
-        ends = time.monotonic() + GRACE_S
-        while any(map(_is_running_child, alive)) and time.monotonic() < ends:
-            time.sleep(0.02)
-
-
-def _is_running_child(pid: int) -> bool:
-    with suppress(psutil.Error):
-        process = psutil.Process(pid)
-        return process.ppid() == os.getpid() and process.status() != psutil.STATUS_ZOMBIE
-    return False
+    state, start = state_of(pid), getattr(loader, "_worker_init_fn", None)
+    text = start.stacks_of(pid) if state in ANSWERING and isinstance(start, WorkerStart) else ""
+    return of_worker(pid, state, text)
 
 
 # --- the end of the process -------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import linecache
 import os
 import re
@@ -157,7 +158,7 @@ _TEXTS: Final = (
     (READ, re.compile(r"\bopen\(|\.read\w*\(|\.recv\w*\(|\binput\(|\.readline|imread|\bload\w*\(|\.download")),
 )
 """Code that waits, for the innermost lines, since calls of C code are on no stack."""
-_DEBUGGERS: Final = ("/pdb.py", "/bdb.py", "/pydevd")
+_ATTENDED: Final = ("/pdb.py", "/bdb.py", "/pydevd", "/tkinter/", "/matplotlib/")
 _ON_ITS_WAY: Final = (
     "hotlap/engine/evaluate.py", "hotlap/engine/capture/", "hotlap/tuner/", "hotlap/guard/saving.py", "hotlap/store/"
 )  # fmt: skip
@@ -189,9 +190,10 @@ def _cause(calls: Sequence[Call], *, on_gpu: bool) -> Wait:
     return CODE
 
 
-def is_debugged(calls: Sequence[Call]) -> bool:
-    """Whether a person looks at it in a debugger."""
-    return any(part in call.file.replace(os.sep, "/") for call in calls for part in _DEBUGGERS)
+def is_attended(calls: Sequence[Call]) -> bool:
+    """Whether it waits for a person: in a debugger, or before a window."""
+    inner = itertools.takewhile(lambda call: not call.is_users, calls)
+    return any(part in call.file.replace(os.sep, "/") for call in inner for part in _ATTENDED)
 
 
 def is_long(calls: Sequence[Call]) -> bool:

@@ -35,6 +35,7 @@ from hotlap.script.feed.decoded_once import DecodedOnce, decoded_once
 from hotlap.script.feed.device_copies import DeviceCopies
 from hotlap.script.feed.feeds import Iterate
 from hotlap.script.feed.loader_proxy import LoaderProxy
+from hotlap.script.hangs import ScriptHangs
 from hotlap.script.idle import WHY as COMPILES
 from hotlap.script.idle import CompileWatch, IdleCounter, TrainingSummary, is_inner
 from hotlap.script.live import LiveScript, Standing
@@ -133,6 +134,7 @@ class Session:
         self._faults = 0
         self._sampler: Sampler | None = None
         self._lookout = Lookout()
+        self._hangs = ScriptHangs(self._patches)
         self._length = Length(0, known=False)
         """What the tuner was last told of how long the training is."""
         self._guard = _Guarded(self)
@@ -168,6 +170,7 @@ class Session:
             self._end_training()
         except Exception as fault:
             self._report.fault(fault)
+        self._hangs.close()
         if self._sampler is not None:
             self._sampler.__exit__(None if error is None else type(error))
         self._patches.take_out_all()
@@ -240,6 +243,8 @@ class Session:
             proxy.on_fault = self._fault
             proxy.on_change = functools.partial(self._on_data_change, proxy)
             self._proxies[loader] = proxy
+            if self.settings.torch_s is not None:  # a notebook waits for its user
+                self._hangs.begin(on_gpu=device.type == "cuda")
         return self._proxies[loader]
 
     def _device_copies_on(self, device: torch.device) -> DeviceCopies | None:
@@ -373,6 +378,7 @@ class Session:
             standing = self._standing()
             if standing is None:
                 return
+            self._hangs.stepped(standing.updates)
             line = self._lookout.memory_line(
                 standing.updates,
                 filled_at=self._run_length.first_epoch_ends,
@@ -583,6 +589,8 @@ class Session:
         self._earlier.update(dict.fromkeys(optimizers[:1], earlier))
         if self._decoded is not None:
             self._decoded.write_down(summary.ledger, summary.plan)
+        if (hang := self._hangs.write_down(summary.ledger, summary.plan)) is not None:
+            summary.notes.append(hang)
         self._report.add_training(summary, self._advice)
 
     def _remove_patches(self, calls: Sequence[ModuleCall] = ()) -> None:
