@@ -17,7 +17,7 @@ from hotlap.data.resident import hold_on_device
 from hotlap.fitting.fit import fit
 
 COUNT, BATCH, EPOCHS = 37, 5, 3
-BAD = {4, 17, 18, 36}
+BAD = {0, 17, 18, 36}
 
 
 class Files(Dataset):
@@ -220,7 +220,7 @@ def test_running_out_of_memory_is_no_fault_of_a_sample():
 
 def test_held_columns_name_the_samples_that_they_lack():
     columns = hold_on_device(as_source(Subset(Files(), range(3, 20)), skips_bad=True), torch.device("cpu"))
-    assert [(one.place, one.sample) for one in columns.left_out] == [(1, 4), (14, 17), (15, 18)]
+    assert [(one.place, one.sample) for one in columns.left_out] == [(14, 17), (15, 18)]
     x, _ = columns.gather(torch.arange(17))
-    assert x[[1, 14, 15]].eq(0).all()
-    assert x[:, 2].sum() == 14
+    assert x[[14, 15]].eq(0).all()
+    assert x[:, 2].sum() == 15

@@ -128,6 +128,16 @@ def test_a_plan_is_known_for_the_same_training_only(tmp_path, monkeypatch):
     assert known.found() is None
 
 
+def test_a_plan_under_which_numbers_are_not_finite_is_not_kept_for_later_runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path))
+    rig, data = rig_for()
+    rig.feed(data, epochs=1)
+    known = KnownPlans(rig, batch_size=16)
+    known.remember(of_no_moves(rig))
+    Tuner(rig, updates=100, known=known).distrust()
+    assert known.found() is None
+
+
 def of_no_moves(rig):
     return Found(plan=rig.plan, moves=(), gain=1.0, gate_s=0.0)
 

@@ -505,6 +505,8 @@ class _Loop:
         Raises DivergedError if no better weights are kept, which early stopping would have.
         """
         in_force, self._open = self._rig.plan, None
+        if in_force != self._task.own_plan:
+            self.tuner.distrust()
         self.tuner.ended()
         plan = self.numbers.go_back(what, in_force, until=until)
         if plan is not None:

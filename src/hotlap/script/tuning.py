@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hotlap.core.errors import PlanError, first_line
+from hotlap.core.errors import PlanError, TrainingError, first_line
 from hotlap.core.plan import Feed, Plan
 from hotlap.core.torch_private import preserve_version_counter
 from hotlap.core.tricks import EVALUATION_FEED
@@ -25,6 +25,7 @@ from hotlap.script.feed.loader_proxy import LoaderProxy
 from hotlap.script.idle import TrainingSummary
 from hotlap.script.training import ComputeTimer, ScriptTraining
 from hotlap.script.update.updates import memory_of
+from hotlap.script.weights_watch import WeightsWatch
 from hotlap.store.files import load_plan
 from hotlap.store.run_folder import RunFolder
 from hotlap.tuner.agreement import (
@@ -66,6 +67,7 @@ class ScriptTuning:
         """`plan` as in `Settings`. Raises HotlapError if it cannot be read or applied."""
         self.training = training
         self.evaluation_feed = EvaluationFeed(training, length)
+        self._weights = WeightsWatch(training)
         self.began = self._last = time.perf_counter()
         self._paused_from: float | None = None
         self._quiet_steps = self._unreported = 0
@@ -199,7 +201,17 @@ class ScriptTuning:
             return False
         self.training.stepped()
         self._last = time.perf_counter()
+        if self._weights.is_due(self._last):
+            self._look_at_weights()
         return True
+
+    def _look_at_weights(self) -> None:
+        """Drop a plan on trial under which weights are not finite any more, and keep no plan for later runs."""
+        line, tuner = self._weights.look(), self._tuner
+        if line is None or not isinstance(tuner, Tuner) or self.training.plan == self.training.own:
+            return
+        tuner.distrust()
+        tuner.failed(TrainingError(line))
 
     def count_idle_updates(self, updates: int, last: float) -> None:
         """Count updates made while idle, fewer than `idle_updates`, and when the last of them happened."""
@@ -211,6 +223,7 @@ class ScriptTuning:
 
     def close(self) -> None:
         """The training is over: restore everything."""
+        self._look_at_weights()
         if isinstance(self._tuner, Tuner):
             self._tuner.ended(self._unreported)
         try:
@@ -228,7 +241,7 @@ class ScriptTuning:
             steps=training.steps,
             began=self.began,
             last=self._last,
-            notes=[*self._left_out, *self.evaluation_feed.lines],
+            notes=[*self._left_out, *self.evaluation_feed.lines, *filter(None, [self._weights.line])],
             device=str(training.device),
         )
 

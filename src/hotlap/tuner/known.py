@@ -94,7 +94,8 @@ def _facts(rig: TunableTraining, batch_size: int) -> dict[str, Any]:
     on_gpu = rig.device.type == "cuda"
     # It is only asked where that leaves no trace.
     is_pure = why_not_pure(source) is None
-    sample = outline(source.for_probing().read([0])[0]) if is_pure else ()
+    first = source.for_probing().read_good([0])[0] if is_pure else []
+    sample = outline(first[0]) if first else ()
     return {
         "format": FORMAT,
         "hotlap": __version__,

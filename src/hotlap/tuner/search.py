@@ -76,7 +76,7 @@ class Search:
     ) -> None:
         self._rig, self._length, self._most_s, self._most_lost = rig, length, most_s, most_lost
         self._now = SearchState(rig, moves=(*MOVES, *OTHERS), length=length, probe=probe)
-        self.gate, self.probe, self._known = gate, probe, known
+        self.gate, self.probe, self.known = gate, probe, known
         self._postponed: dict[Move, float] = {}
         self._unpaid: dict[str, float] = {}
         """Names of moves that a longer run could pay for, and what trying each takes."""
@@ -284,7 +284,7 @@ class Search:
 
         What is left then is only what that run could not pay for.
         """
-        found = self._known.found() if self._known is not None else None
+        found = self.known.found() if self.known is not None else None
         if found is None or found.plan == self.baseline:
             return
         moves = [move for move in (*MOVES, *OTHERS) if move.name in found.moves]
@@ -441,8 +441,8 @@ class Search:
                 tried = yield from trials.compare(self.baseline, self.plan, settled=self.plan, may_lose_s=may_s)
             if tried.estimate is not None and tried.estimate.high < 1:
                 self._drop_all("in the end slower than the user's own plan", tried)
-        if self._known is not None:
-            self._remember(self._known, tried)
+        if self.known is not None:
+            self._remember(self.known, tried)
         why = "" if self._now.kept else "nothing helped"
         self._settle_in(tried)
         trials.settle(self.plan, "what was found")

@@ -60,6 +60,9 @@ class PlanChooser:
         """Whether the plan on trial broke the step, and another plan is in force to make it again."""
         return False
 
+    def distrust(self) -> None:
+        """Take in that numbers were not finite under the plan that was found: no later run is to begin with it."""
+
     def ended(self) -> None:
         """Take in that the training is over."""
 
@@ -334,6 +337,12 @@ class Tuner(PlanChooser):
             return False
         self._give_up(TrialError(first_line(error)), "a plan on trial broke a step", self._place)
         return True
+
+    def distrust(self) -> None:
+        """Drop the plan that was found from the cache, and keep nothing of this search; the plan in force stays."""
+        known, self._search.known = self._search.known, None
+        if known is not None:
+            known.forget()
 
     def ended(self, updates: int = 0) -> None:
         """Count the savings: the training is over, so many updates after the last call of `stepped`."""
