@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections import deque
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from hotlap.fitting.session import ProgressState, RunSession
 from hotlap.fitting.task import Task
 from hotlap.machine.catalogue import GpuModel, find_gpu
 from hotlap.machine.cuda import cuda_gpu
+from hotlap.monitor.conditions import Conditions, Event, Stretch
 from hotlap.monitor.first_epoch import LEAST_S, FirstEpoch
 from hotlap.monitor.hardware import GpuReader, HostReader, open_gpus
 from hotlap.monitor.memory_watch import MemoryWatch
@@ -69,6 +71,7 @@ class LiveTraining:
         self._gpu, self._model = gpu_of(task.rig.device)
         self._marks: deque[Mark] = deque([self._mark()], maxlen=MARKS)
         self._samples: deque[dict[str, Any]] = deque(maxlen=MARKS)
+        self._conditions = Conditions()
 
     # --- in the thread of the training -----------------------------------------------------------------
 
@@ -78,6 +81,7 @@ class LiveTraining:
         self.losses.look(self._rig.steps, totals.peek(), totals.resets)
         for line in self._first.look(self._mark(), self.losses, self._rig.ledger):
             self._task.voice.say(f"check  {line}")
+        self._tell_of_conditions(self._conditions.take())
         self._look_at_memory()
 
     def stepped(self) -> None:
@@ -88,8 +92,14 @@ class LiveTraining:
             self._tell_of_memory(self._memory.step_ended())
 
     def close(self) -> None:
-        """The training makes no more steps."""
+        """The training makes no more steps, and its sampler has ended."""
         self._memory.close()
+        self._tell_of_conditions(self._conditions.close())
+
+    def _tell_of_conditions(self, events: Iterable[Event]) -> None:
+        for event in events:
+            self._rig.write_down(event.what, "fault", event.line, figures=event.figures)
+            self._task.voice.say(f"host   {event.line}")
 
     def _look_at_memory(self) -> None:
         """Whether memory grows, under one plan: trials and other plans take and give back memory."""
@@ -115,7 +125,7 @@ class LiveTraining:
     def state(self, sample: dict[str, Any]) -> dict[str, Any]:
         """How the training stands, as `live.json` has it."""
         rig, task, state = self._rig, self._task, self._state
-        now = self._mark()
+        before, now = self._marks[-1], self._mark()
         self._samples.append(sample)
         self._marks.append(now)
         since = self._marks[0]
@@ -145,25 +155,29 @@ class LiveTraining:
             "plan": str(rig.plan),
             "is_tuning": not self.tuner.done,
             "ledger": ledger_lines(rig.ledger),
-            **self._verdict(since, now),
+            **self._verdict(since, now, before),
         }
 
-    def _verdict(self, since: Mark, now: Mark) -> dict[str, Any]:
+    def _verdict(self, since: Mark, now: Mark, before: Mark) -> dict[str, Any]:
         rig, diagnosed, steps = self._rig, self.tuner.diagnosed, now.steps - since.steps
         seconds = now.at_s - since.at_s
-        found = verdict(
-            Seen(
-                seconds=seconds,
-                steps=steps,
-                feeding_s=now.fed_s - since.fed_s,
-                evaluation_s=seconds if self.doing == "evaluating" and not steps else now.aside_s - since.aside_s,
-                saving_s=now.saving_s - since.saving_s,
-                on_gpu=rig.device.type == "cuda",
-                samples=tuple(self._samples),
-                plan=rig.plan,
-                diagnosed=diagnosed,
-            )
+        seen = Seen(
+            seconds=seconds,
+            steps=steps,
+            feeding_s=now.fed_s - since.fed_s,
+            evaluation_s=seconds if self.doing == "evaluating" and not steps else now.aside_s - since.aside_s,
+            saving_s=now.saving_s - since.saving_s,
+            on_gpu=rig.device.type == "cuda",
+            samples=tuple(self._samples),
+            plan=rig.plan,
+            diagnosed=diagnosed,
         )
+        found = verdict(seen)
+        aside_s = now.aside_s - before.aside_s + now.saving_s - before.saving_s
+        stretch = Stretch(rig.plan, max(0.0, now.at_s - before.at_s - aside_s), now.steps - before.steps)
+        # Trials take time of their own, and an evaluation under way is no pace.
+        counts = self.tuner.done and self.doing == "training" and stretch.steps > 0
+        self._conditions.see(seen, stretch if counts else None)
         told: dict[str, Any] = {}
         if found is not None:
             told["bound"] = as_state(found)

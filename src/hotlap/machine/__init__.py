@@ -1,7 +1,8 @@
 """What this machine is and can do.
 
 - `detect` looks at the machine once per process, and `device` chooses the device to train on.
-- `cuda`, `limits`, `disk`, `runtimes`, `variables` and `versions` each read one part of it.
+- `cuda`, `limits`, `disk`, `host`, `runtimes`, `variables` and `versions` each read one part of it.
+- `session_end` knows when the session of this process ends.
 - `dtypes` holds the number formats of a device, each proven by a kernel; `tf32` switches TF32; `catalogue` lists GPUs.
 - `doctor` checks everything, and lists each `problems.Problem` with its cost and its cure.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -14,6 +15,7 @@ from hotlap.machine.catalogue import GpuModel, find_gpu, recognise
 from hotlap.machine.cuda import Cuda, Driver, DriverGpu, free_bytes, read_cuda, read_driver, same_gpu
 from hotlap.machine.disk import DiskSpeed, Room, measure_disk, read_room
 from hotlap.machine.dtypes import run_kernel, times_as_long
+from hotlap.machine.host import battery_charge, swapped_bytes
 from hotlap.machine.limits import ROOT, Cpu, Memory, busy_share, read_cpu, read_memory
 from hotlap.machine.runtimes import Runtime, read_runtime
 
@@ -45,6 +47,11 @@ class World:
     """Where runs are written."""
     busy_share: Callable[[], float] = busy_share
     """The part of the cores at work."""
+    battery: Callable[[], float | None] = battery_charge
+    """The charge of the battery that the machine runs on."""
+    swapped: Callable[[], int | None] = swapped_bytes
+    """Bytes moved in and out of swap so far."""
+    clock: Callable[[], float] = time.monotonic
     affinity: int | None = None
     """Cores the scheduler allows; None asks it."""
     has_module: Callable[[str], bool] | None = None

@@ -14,6 +14,7 @@ from hotlap.machine.detect import Gpu, Machine, World, assemble, driver_gpu, pre
 from hotlap.machine.device import cpu_facts, facts_on, pretended_or, why_kernel_failed, why_no_gpu
 from hotlap.machine.disk import DiskSpeed, Room, disk_problems, shm_problems
 from hotlap.machine.dtypes import DtypeFact
+from hotlap.machine.host import host_problems
 from hotlap.machine.limits import why_timings_are_off
 from hotlap.machine.problems import Problem, Severity, worst_first
 from hotlap.machine.runtimes import runtime_problems
@@ -315,6 +316,7 @@ def examine(pretend: str | None = None, *, require_gpu: bool = False, world: Wor
     """
     world = world or World()
     model = pretended_gpu(pretend, world.environ)
+    begun_s, swapped = world.clock(), world.swapped()
     busy = busy_problems(world.busy_share())
     # The driver first: once CUDA has started, this process itself is on the GPU.
     driver = world.driver()
@@ -329,6 +331,7 @@ def examine(pretend: str | None = None, *, require_gpu: bool = False, world: Wor
     problems = _torch_problems(machine, on_cpu)
     problems += gpu_problems(machine, gpus, require_gpu=require_gpu)
     problems += [*busy, *pretence_problems(machine)]
+    problems += host_problems(world.battery(), _rate(swapped, world.swapped(), world.clock() - begun_s))
     problems += disk_problems(disk, speed)
     problems += shm_problems(shm, expected=sys.platform == "linux")
     problems += version_problems(machine, tools)
@@ -349,6 +352,10 @@ def examine(pretend: str | None = None, *, require_gpu: bool = False, world: Wor
         variables=recorded(world.environ),
         problems=worst_first(problems),
     )
+
+
+def _rate(before: int | None, after: int | None, seconds: float) -> float | None:
+    return None if before is None or after is None or seconds <= 0 else max(0, after - before) / seconds
 
 
 def _device(gpus: Sequence[GpuReport], on_cpu: dict[str, DtypeFact]) -> str | None:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from hotlap.core.errors import first_line
 from hotlap.machine.cuda import bus_address, same_place, started_nvml
+from hotlap.machine.host import battery_charge, swapped_bytes
 from hotlap.machine.limits import read_memory
 
 T = TypeVar("T")
@@ -30,7 +31,7 @@ THROTTLES = {
 }
 """What lowers the clocks, by the bits of NVML. An idle GPU and one that waits for another are left out."""
 SELDOM = 10
-"""Only every so many readings asks for traffic on PCIe, over which the driver looks for 20 ms."""
+"""Only every so many readings asks for traffic on PCIe, over which the driver looks for 20 ms, and for a battery."""
 SHM = Path("/dev/shm")
 
 
@@ -154,14 +155,14 @@ def _is_it(nvml: Any, index: int, uuid: str | None, bus_id: str | None) -> bool:
 
 
 class HostReader:
-    """Reads cores, memory, shared memory and the disk of a folder."""
+    """Reads cores, memory, swap, shared memory, battery and the disk of a folder."""
 
     def __init__(self, folder: Path | None = None) -> None:
         import psutil
 
         self._psutil, self._process, self._folder = psutil, psutil.Process(), folder
         self._cores = os.cpu_count() or 1
-        self._before = self._counters()
+        self._before, self._readings, self._charge = self._counters(), 0, battery_charge()
 
     def read(self) -> Figures:
         """The figures of this moment; those of work are since the last reading."""
@@ -169,17 +170,23 @@ class HostReader:
         self._before = now
         span_s = max(1e-6, now["clock"] - before["clock"])
         memory = read_memory()
+        self._readings += 1
+        if self._readings % SELDOM == 0:
+            self._charge = battery_charge()
         found = _known(
             cores=self._cores,
             own_cores=max(0.0, (now["own_s"] - before["own_s"]) / span_s),
             ram_used_bytes=memory.allowed_bytes - memory.free_bytes,
             ram_bytes=memory.allowed_bytes,
             own_ram_bytes=self._own_ram(),
+            battery=self._charge,
             **_room("shm", SHM),
             **(_room("disk", self._folder) if self._folder is not None else {}),
         )
         if "busy_s" in now and "busy_s" in before:
             found["cores_busy"] = round(min(self._cores, max(0.0, (now["busy_s"] - before["busy_s"]) / span_s)), 4)
+        if "swap_bytes" in now and "swap_bytes" in before:
+            found["swap_bytes_per_s"] = round(max(0.0, now["swap_bytes"] - before["swap_bytes"]) / span_s, 1)
         if "read_bytes" in now and "read_bytes" in before:
             for name in ("read", "written"):
                 found[f"disk_{name}_bytes_per_s"] = max(0.0, now[f"{name}_bytes"] - before[f"{name}_bytes"]) / span_s
@@ -195,6 +202,8 @@ class HostReader:
         with suppress(Exception):  # or keep no count
             disks: Any = self._psutil.disk_io_counters()
             found |= {"read_bytes": disks.read_bytes, "written_bytes": disks.write_bytes}
+        if (swapped := swapped_bytes()) is not None:
+            found["swap_bytes"] = swapped
         return found
 
     def _own_ram(self) -> int | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from hotlap.core.terminal import clean
 from hotlap.core.units import show_bytes, show_rate, show_seconds
+from hotlap.machine.host import SWAPS
 from hotlap.monitor.trainings import ENDED, KILLED, SILENT, Training
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -102,6 +103,10 @@ def _machine(view: View, width: int) -> Iterator[Line]:
         for what, name in (("RAM", "ram"), ("shm", "shm"))
         if f"{name}_bytes" in host
     ]
+    if (rate := host.get("swap_bytes_per_s", 0.0)) >= SWAPS:
+        parts.append(f"swaps {show_bytes(rate)}/s")
+    if "battery" in host:
+        parts.append(f"on battery, {100 * host['battery']:.0f} %")
     if "disk_bytes" in host:
         parts.append(f"disk {show_bytes(host['disk_bytes'] - host['disk_used_bytes'])} free")
     yield from _joined("host   ", parts, width)

@@ -9,6 +9,7 @@ from typing import Any
 from hotlap.core.plan import Plan
 from hotlap.core.units import show_bytes, show_seconds
 from hotlap.machine.catalogue import GpuModel
+from hotlap.machine.host import SWAPS
 from hotlap.monitor.bound import Diagnosis
 
 MOST_OF_IT = 0.5
@@ -29,6 +30,8 @@ ANSWERS = {
     "arithmetic": "TF32 or 16 bits; beyond that only a smaller model or a faster GPU helps",
     "another process": "end it or wait for it; of several GPUs choose a free one (CUDA_VISIBLE_DEVICES)",
     "throttling": "see to cooling and power: `nvidia-smi -q -d PERFORMANCE,POWER`",
+    "swapping": "free memory on the host: end other work, take fewer workers, hold less data in memory",
+    "battery": "plug the power supply in",
     "evaluation": "evaluate less often (eval_every), on fewer samples, or in larger batches (eval_batch)",
     "saving": "save less often (save_every), or into a folder on a faster disk",
     "computing": "make a step faster: plan auto tries what may help",
@@ -88,18 +91,36 @@ class Seen:
 def verdict(seen: Seen) -> Verdict | None:
     """What bounds a training now; None where too little was seen.
 
-    On a GPU first what is not its own: another process, and clocks that were lowered. Then what stands between its
-    steps, and at last the step itself. On a CPU other work is looked for last: every wait of the training is there for
-    all to use.
+    First a host that swaps. On a GPU then what is not its own either: another process, and clocks that were lowered.
+    Then what stands between its steps, and at last the step itself. On a CPU other work is looked for last: every wait
+    of the training is there for all to use.
     """
     if seen.seconds <= 0 or not (seen.steps or seen.evaluation_s or seen.saving_s):
         return None
     if not seen.on_gpu:
-        return _between_steps(seen) or _somebody_else(seen) or _of_a_step(seen)
-    return _somebody_else(seen) or _throttled(seen) or _between_steps(seen) or _of_a_step(seen)
+        return swapping(seen) or _between_steps(seen) or another_process(seen) or _of_a_step(seen)
+    others = swapping(seen) or another_process(seen) or throttled(seen)
+    return others or _between_steps(seen) or _of_a_step(seen)
 
 
-def _somebody_else(seen: Seen) -> Verdict | None:
+def swapping(seen: Seen) -> Verdict | None:
+    """Whether the host moves memory to its disk and back."""
+    rate = seen.mean("host", "swap_bytes_per_s")
+    if rate is None or rate < SWAPS:
+        return None
+    return Verdict(bound="swapping", why=f"the host moves {show_bytes(rate)} a second in and out of swap")
+
+
+def on_battery(seen: Seen) -> Verdict | None:
+    """Whether the machine runs on its battery."""
+    charge = _part(seen.samples[-1], "host").get("battery") if seen.samples else None
+    if not isinstance(charge, (int, float)):
+        return None
+    return Verdict(bound="battery", why=f"the power supply is not plugged in, {_percent(charge)} are left")
+
+
+def another_process(seen: Seen) -> Verdict | None:
+    """Whether somebody else computes on the training's GPU, or takes the cores that it would."""
     if seen.on_gpu:
         busy = seen.mean("gpu", "others_busy")
         if busy is None or busy < OTHERS_BUSY:
@@ -118,7 +139,8 @@ def _somebody_else(seen: Seen) -> Verdict | None:
     return Verdict(bound="another process", why=why, share=(busy - own) / cores)
 
 
-def _throttled(seen: Seen) -> Verdict | None:
+def throttled(seen: Seen) -> Verdict | None:
+    """Whether the clocks of the GPU were lowered while it had work to do."""
     if not seen.on_gpu or not seen.samples:
         return None
     reasons = [words for sample in seen.samples for words in _part(sample, "gpu").get("throttled") or ()]

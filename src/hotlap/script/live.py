@@ -13,6 +13,7 @@ import torch
 from hotlap.core.ledger import Ledger
 from hotlap.core.plan import Plan
 from hotlap.fitting.live import MARKS, as_state, gpu_of, ledger_lines, sample_of
+from hotlap.monitor.conditions import Conditions, Event, Stretch
 from hotlap.monitor.hardware import HostReader
 from hotlap.monitor.verdict import Seen, verdict
 from hotlap.tuner.budget import Length
@@ -38,6 +39,7 @@ class LiveScript:
         self._began_s, self._last = time.perf_counter(), Standing(0, Length(0), Plan(), Ledger(), False)
         self._marks: deque[tuple[float, int]] = deque([(self._began_s, 0)], maxlen=MARKS)
         self._samples: deque[dict[str, Any]] = deque(maxlen=MARKS)
+        self._conditions = Conditions()
 
     def read(self) -> dict[str, Any]:
         """The figures of a sample."""
@@ -48,11 +50,17 @@ class LiveScript:
         """How the training stands, as `live.json` has it."""
         now, standing = time.perf_counter(), self._last
         since_s, before = self._marks[0]
+        last_s, last = self._marks[-1]
         self._marks.append((now, standing.updates))
         self._samples.append(sample)
         made, seconds = max(0, standing.updates - before), max(1e-9, now - since_s)
         rate = made / seconds
         # A guess that turned out too low is none.
+        on_gpu, samples = self._device.type == "cuda", tuple(self._samples)
+        stretch = Stretch(standing.plan, now - last_s, standing.updates - last)
+        counts = stretch.steps > 0 and not standing.is_tuning
+        seen = Seen(seconds=seconds, steps=made, on_gpu=on_gpu, samples=samples, plan=standing.plan)
+        self._conditions.see(seen, stretch if counts else None)
         is_known = standing.length.known and standing.length.updates >= standing.updates
         total = standing.length.updates if is_known else None
         return {
@@ -71,6 +79,10 @@ class LiveScript:
             "ledger": ledger_lines(standing.ledger),
             **self._bound(seconds, made, standing.plan),
         }
+
+    def conditions(self) -> list[Event]:
+        """The conditions of the host while it trained, once the sampler has ended."""
+        return list(self._conditions.close())
 
     def _bound(self, seconds: float, made: int, plan: Plan) -> dict[str, Any]:
         """What bounds it, as far as a GPU shows that: hotlap times nothing in a script that it leaves alone."""

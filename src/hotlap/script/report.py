@@ -62,6 +62,8 @@ class Report:
         self._folders: dict[int, RunFolder] = {}
         self._faults: list[str] = []
         self._refusals: list[str] = []
+        self.conditions: list[str] = []
+        """What held the host up meanwhile, a line each."""
         age_s = _process_age_s() if torch_s is not None else 0.0
         self._began, self._start_s = time.perf_counter() - age_s, max(0.0, age_s - (torch_s or 0.0))
 
@@ -138,6 +140,7 @@ class Report:
             found.append(f"and {len(trainings) - MOST_LISTED} more trainings")
         if not trainings and not self._faults and not self._refusals:
             found.append("no training found: the script's main process made too few weight updates")
+        found += [f"host: {line}" for line in self.conditions]
         found += [f"hotlap leaves the script alone: {reason}" for reason in self._refusals]
         found += [f"hotlap failed: {fault}; the script continued without it" for fault in self._faults]
         return found
@@ -166,6 +169,7 @@ class Report:
                 "trainings": trainings,
                 "faults": self._faults,
                 "refusals": self._refusals,
+                "conditions": self.conditions,
             }
             lines = [json.dumps(data)]
         else:

@@ -133,6 +133,7 @@ class Session:
         """Trainings that the script left for another one, by the optimizer whose steps count."""
         self._faults = 0
         self._sampler: Sampler | None = None
+        self._live: LiveScript | None = None
         self._lookout = Lookout()
         self._hangs = ScriptHangs(self._patches)
         self._length = Length(0, known=False)
@@ -173,6 +174,8 @@ class Session:
         self._hangs.close()
         if self._sampler is not None:
             self._sampler.__exit__(None if error is None else type(error))
+        if self._live is not None:
+            self._report.conditions = [event.line for event in self._live.conditions()]
         self._patches.take_out_all()
         if self._decoded is not None:
             self._decoded.close()
@@ -533,7 +536,7 @@ class Session:
         try:
             folder = self._report.folder().path
             live = LiveScript(self.settings.name, folder, device, self._standing)
-            self._sampler = Sampler(folder, live.read, live.state)
+            self._sampler, self._live = Sampler(folder, live.read, live.state), live
             self._sampler.__enter__()
         except (HotlapError, OSError) as error:
             log.info("the script is not sampled: %s", first_line(error))
