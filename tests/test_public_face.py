@@ -43,6 +43,7 @@ PUBLIC = {
     "decoded",
     "fit",
     "fit_many",
+    "gpus",
     "load",
     "load_plan",
     "load_weights",

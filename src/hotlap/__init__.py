@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not run what is bel
     from hotlap.fitting.fit import fit as fit
     from hotlap.fitting.run import Run as Run
     from hotlap.kit.calls import batch as batch
+    from hotlap.kit.calls import gpus as gpus
     from hotlap.kit.calls import memory as memory
     from hotlap.kit.calls import workers as workers
     from hotlap.monitor.watch import watch as watch
@@ -81,6 +82,7 @@ _HOME = {
     "decoded": "hotlap.data.pictures",
     "fit": "hotlap.fitting.fit",
     "fit_many": "hotlap.searching.many",
+    "gpus": "hotlap.kit.calls",
     "load": "hotlap.recipes.calls",
     "load_plan": "hotlap.store.files",
     "load_weights": "hotlap.store.weights",

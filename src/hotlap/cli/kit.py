@@ -135,5 +135,14 @@ def memory(
     _print(found, as_json)
 
 
+def on_every_gpu(training: list[str] | None, module: bool, *, seconds: float, as_json: bool, quiet: bool) -> None:
+    """Show the predicted times of a training on each GPU of the catalogue: `hotlap gpus --job`."""
+    from hotlap.kit.calls import gpus as find
+
+    with _users_errors():
+        found = find(_words(training, module), seconds=seconds, progress=not quiet)
+    _print(found, as_json)
+
+
 def _words(training: list[str] | None, module: bool) -> list[str]:
     return [*(["-m"] if module else []), *(training or [])]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
+from hotlap.cli.kit import MODULE, QUIET, on_every_gpu
 from hotlap.cli.output import show, show_json
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ _INDENT: Final = 11
 def register(app: typer.Typer) -> None:
     """Add the commands of this room."""
     app.command("doctor")(doctor)
-    app.command("gpus")(gpus)
+    app.command("gpus", context_settings={"allow_interspersed_args": False})(gpus)
 
 
 def doctor(
@@ -58,15 +59,35 @@ def _check(pretend: str | None) -> None:
 
 
 def gpus(
+    training: list[str] = typer.Argument(
+        None, metavar="[TRAINING]", help="With --job: a training, named as for `hotlap memory`."
+    ),
+    job: bool = typer.Option(False, "--job", help="Predict the time of TRAINING on each GPU, and whether it fits."),
+    module: bool = MODULE,
+    seconds: float = typer.Option(
+        120.0, min=1.0, metavar="SECONDS", help="Most seconds to wait for a script's first update."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object and nothing else."),
     pretend: str = typer.Option(
         None, "--pretend", metavar="GPU", help="Mark this GPU as the pretended one; also HOTLAP_PRETEND."
     ),
+    quiet: bool = QUIET,
 ) -> None:
     """List known GPUs: memory, bandwidth, rates, formats.
 
-    A mark shows which of them are in this machine.
+    A mark shows which of them are in this machine. With --job hotlap makes some updates of a training, counts their
+    work, and predicts its time on each GPU.
     """
+    from hotlap.core.errors import UsageError
+
+    if job:
+        if pretend:
+            raise UsageError("--pretend marks a GPU in the list; to count as on one, set HOTLAP_PRETEND")
+        on_every_gpu(training, module, seconds=seconds, as_json=as_json, quiet=quiet)
+        return
+    if training or module:
+        named = " ".join(training or ["MODULE"])
+        raise UsageError(f"to predict the time of {named!r:.60} on each GPU: hotlap gpus --job TRAINING")
     from hotlap.machine import CATALOGUE, detect
 
     _check(pretend)

@@ -1,6 +1,7 @@
-"""Questions about a training, answered by its own updates: `batch`, `workers` and `memory`.
+"""Questions about a training, answered by its own updates: `batch`, `workers`, `memory` and `gpus`.
 
-`calls` takes a Job, or finds the training that a command line names, and asks `batch`, `workers` or `memory`.
+`calls` takes a Job, or finds the training that a command line names, and asks `batch`, `workers`, `memory` or
+`gpus`.
 
 - `batch` and `memory` try both kinds of training through `savings.Trials`. `workers` tries feeds, in another order for
   each kind.
@@ -10,4 +11,5 @@
 - `search` finds the largest and the fastest batch; `start_size` chooses the size that it begins with.
 - `samples` finds the longest samples of a dataset and times its transforms.
 - `update_watch` counts the memory of an update by its parts; `savings` predicts and tries what would lower the peak.
+- `gpus` predicts times on other GPUs from the work of an update, which `monitor` counts.
 """

@@ -42,9 +42,12 @@ from hotlap.machine.cuda import usable_bytes
 from hotlap.machine.limits import read_memory
 from hotlap.monitor.growing_memory import GrowingMemory, GrowthWatch
 from hotlap.monitor.live_tensors import LiveTensors
+from hotlap.monitor.work import Work, count_work
 
 WARM, BLOCKS, BLOCK_S = 3, 5, 0.04
 """Updates before timing; timed blocks, of which the median counts; least seconds of a block."""
+ORDINARY = 4
+"""Updates to average over where samples differ in length."""
 PIECES = 16
 """Most pieces of an update. With more, the update itself hardly counts, and a try takes longer."""
 
@@ -235,8 +238,11 @@ class JobTrials:
         peak, taken = peaks[-1]
         return Trial(size=size, samples_per_s=speed, peak_bytes=peak, taken_bytes=taken, rest_bytes=rest)
 
-    def unchanged(self) -> ProbeResult:
-        """Watch updates of the job as it is. Raises TrainingError if they do not fit."""
+    def unchanged(self, *, grows: bool = True) -> ProbeResult:
+        """Watch updates of the job as it is. Raises TrainingError if they do not fit.
+
+        Without `grows` it does not look for memory that grows, which takes several updates.
+        """
         bench, rig, size, samples = self._bench, self._rig, self._window.sizes[0], sum(self._window.sizes)
         self._say(f"memory     updates of {samples:,} samples, {size:,} at once")
         why_not = bench.trains(self._window)
@@ -247,7 +253,7 @@ class JobTrials:
         peak, taken = bench.peak_bytes(self._window)
         step_s = bench.step_s(self._window)
         watch = self._watched()
-        live, held = watch.live, self._grows()
+        live, held = watch.live, self._grows() if grows else []
         for one in held:
             self._say(f"memory     grows: {one}")
         return ProbeResult(
@@ -266,6 +272,16 @@ class JobTrials:
             },
             model=dataclasses.asdict(model_facts(rig.model, self._window.pieces[0], rig.device)),
         )
+
+    def ordinary(self) -> tuple[Work, float]:
+        """The work of an update in the job's own order, and the seconds it takes here. Follows `unchanged`."""
+        bench, rig = self._bench, self._rig
+        updates = min(ORDINARY, rig.windows_here) if bench.longest.varies else 1
+        windows = list(rig.look(rig.plan, range(updates)))
+        coming = iter(windows)
+        work = count_work(lambda: rig.step(next(coming)), updates)
+        rig.wait()
+        return work, bench.step_s(*windows)
 
     def _live(self, *, lines: bool = False) -> LiveTensors:
         """Counts tensors before an update, with its batch if that is on the device already."""

@@ -1,4 +1,4 @@
-"""`hotlap.batch`, `hotlap.workers` and `hotlap.memory`, for a Job or for a training that a command line names."""
+"""`hotlap.batch`, `workers`, `memory` and `gpus`, for a Job or for a training that a command line names."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from hotlap.core.errors import HotlapError, UsageError, did_you_mean, shown
 from hotlap.core.job import Job
 from hotlap.core.terminal import Say, say, silent
 from hotlap.kit.batch import MOST_S, BatchFound, batch_of_job, batch_of_script
+from hotlap.kit.gpus import GpusFound, gpus_of_job, gpus_of_script
 from hotlap.kit.memory import MemoryFound, memory_of_job, memory_of_script
 from hotlap.kit.workers import WorkersFound, workers_of_job, workers_of_script
 from hotlap.machine.limits import warn_if_busy
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
     from hotlap.script.running import Target
 
 
-COMMANDS_OWN = frozenset({"seconds", "most", "json", "quiet", "picture"})
-"""Options of `hotlap batch`, `workers` and `memory`, which stand before the training."""
+COMMANDS_OWN = frozenset({"seconds", "most", "json", "quiet", "picture", "job"})
+"""Options of `hotlap batch`, `workers`, `memory` and `gpus`, which stand before the training."""
 
 Training = Job | str | Sequence[str]
 """A job, or the words behind `hotlap batch`, in one string or a list."""
@@ -68,6 +69,18 @@ def memory(training: Training, *, seconds: float = MOST_S, progress: bool = True
     if chosen.target is not None:
         return memory_of_script(chosen.target, seconds=seconds, say=show_progress)
     return memory_of_job(chosen.make_job(), name=chosen.name, say=show_progress)
+
+
+def gpus(training: Training, *, seconds: float = MOST_S, progress: bool = True) -> GpusFound:
+    """Predict how long a training takes on each GPU of the catalogue, and find out on which it fits.
+
+    Takes a training as `batch` does. hotlap counts the work and the memory of its updates here, on a GPU or the CPU. A
+    job is as before afterwards; a script has to make its first update within `seconds`.
+    """
+    chosen, show_progress = _begun(training, seconds, progress)
+    if chosen.target is not None:
+        return gpus_of_script(chosen.target, seconds=seconds, say=show_progress)
+    return gpus_of_job(chosen.make_job(), name=chosen.name, say=show_progress)
 
 
 def _begun(training: Training, seconds: float, progress: bool) -> tuple[Named, Say]:

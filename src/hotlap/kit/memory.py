@@ -130,19 +130,24 @@ def memory_of_job(job: Job, *, name: str, say: Say) -> MemoryFound:
         return _found(name, trials.unchanged(), trials)
 
 
-def _found(name: str, seen: ProbeResult, trials: Trials) -> MemoryFound:
-    """The memory of a watched training, with the savings that hotlap tries on it."""
-    on_gpu, account = seen.device != "cpu", seen.account
-    update = Update(
+def update_of(seen: ProbeResult) -> Update:
+    """A watched update of a training."""
+    account = seen.account
+    return Update(
         samples=seen.batch_size or seen.samples_an_update,
         effective_batch=seen.samples_an_update,
-        peak_bytes=seen.peak_bytes if on_gpu else account["peak_bytes"],
+        peak_bytes=seen.peak_bytes if seen.device != "cpu" else account["peak_bytes"],
         step_s=seen.step_s,
         kinds=account["kinds"],
         layers=account["layers"],
         outputs=account["outputs"],
         why_whole=seen.why_fixed,
     )
+
+
+def _found(name: str, seen: ProbeResult, trials: Trials) -> MemoryFound:
+    """The memory of a watched training, with the savings that hotlap tries on it."""
+    on_gpu, account, update = seen.device != "cpu", seen.account, update_of(seen)
     return MemoryFound(
         **vars(update),
         name=name,

@@ -53,6 +53,8 @@ class ProbeRequest:
     """Whether to time the transforms of its dataset."""
     watches: bool = False
     """Whether to count memory by kind and layer, and to look for memory that grows."""
+    works: int = 0
+    """Updates whose work to count, in place of looking for memory that grows."""
     begins_s: float | None = None
     """Seconds after which the probe ends without an update."""
     feed: str | None = None
@@ -111,6 +113,8 @@ class ProbeResult:
     room_bytes: int = 0
     account: dict[str, Any] = field(default_factory=dict)
     """Memory by kind and layer, if the request asks for it."""
+    work: dict[str, Any] = field(default_factory=dict)
+    """The fields of `Work` of an update, if the request asks for it."""
     model: dict[str, Any] = field(default_factory=dict)
     """The fields of `ModelFacts`, if the request watches memory."""
     late: str | None = None

@@ -48,6 +48,7 @@ from hotlap.kit.update_watch import UpdateWatch
 from hotlap.kit.working_copy import WriteGuard
 from hotlap.monitor.growing_memory import GrowthWatch
 from hotlap.monitor.live_tensors import LiveTensors, is_users_file
+from hotlap.monitor.work import WorkCount
 from hotlap.script.calls.eager import why_not_changed
 from hotlap.script.feed.epoch import EpochIterator
 from hotlap.script.patches import Patches
@@ -98,6 +99,9 @@ class ScriptWatch:
         self._lap: tuple[float, Counter[int]] | None = None
         self._watch: UpdateWatch | None = None
         self._turns: GrowthWatch | None = None
+        self._work: WorkCount | None = None
+        self._counted = 0
+        """Updates whose work was counted."""
         self._modules: list[nn.Module] = []
         self._sample: Batch | None = None
         """A batch of the training, without its values."""
@@ -234,6 +238,8 @@ class ScriptWatch:
     def _steps(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._watch is not None:
             self._watch.update_begins()
+        if self._work is not None:
+            self._work.step_begins(optimizer)
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Note an update of an optimizer; only those of the first count."""
@@ -241,6 +247,8 @@ class ScriptWatch:
             self._optimizer = optimizer
         if self._watch is not None:
             self._watch.update_ends()
+        if self._work is not None:
+            self._work.step_ends(optimizer)
         if optimizer is not self._optimizer:
             return
         seen, self._stepped_at = self.seen, time.perf_counter()
@@ -255,7 +263,9 @@ class ScriptWatch:
                 self._end()
         if self._request.checkpoint and seen.updates == 1:
             self._checkpoint()
-        if self._watch is not None:
+        if self._work is not None:
+            self._work_goes_on(self._work)
+        elif self._watch is not None:
             self._count_ends()
         elif self._lap is not None:
             self._lap_goes_on(*self._lap)
@@ -340,6 +350,10 @@ class ScriptWatch:
                 self.seen.peak_bytes = self.seen.taken_bytes = live.peak_bytes
             self.seen.account = watch.account
             watch.__exit__(None, None, None)
+            if self._request.works:
+                self._watch, self._paused_s = None, 0.0
+                self._work = WorkCount(sees_steps=False).__enter__()
+                return
             if not self._request.watches:
                 self._end()
             self._turns = GrowthWatch(self._open_watch(lines=True))
@@ -350,6 +364,18 @@ class ScriptWatch:
                 watch.__exit__(None, None, None)
                 self.seen.account["held"] = [asdict(one) for one in self._turns.growth()]
                 self._end()
+
+    def _work_goes_on(self, work: WorkCount) -> None:
+        """Note a counted update; one with an evaluation in it counts from anew."""
+        self._counted += 1
+        if self._paused_s and self._left_out < MOST_SHORT:
+            work.__exit__(None, None, None)
+            self._left_out, self._counted, self._paused_s = self._left_out + 1, 0, 0.0
+            self._work = WorkCount(sees_steps=False).__enter__()
+        elif self._counted == self._request.works:
+            work.__exit__(None, None, None)
+            self.seen.work = work.work(self._counted).to_dict()
+            self._end()
 
     def _peaks(self) -> tuple[int, int]:
         return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()

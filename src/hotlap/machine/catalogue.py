@@ -20,6 +20,8 @@ from hotlap.machine.dtypes import Support, on_cuda
 
 TFLOPS: Final = 1e12
 GB_PER_S: Final = 1e9
+LEAST_CAPABILITY: Final = (7, 5)
+"""The oldest compute capability that default builds of torch have kernels for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,11 @@ class GpuModel:
     not_these: tuple[str, ...]
     """Words in the names of sister cards that have other figures."""
     source: str
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether default builds of torch have kernels for it."""
+        return self.capability >= LEAST_CAPABILITY
 
     @cached_property
     def supports(self) -> Mapping[str, Support]:

@@ -62,6 +62,17 @@ class Tf32:
             flagged.allow_tf32 = True
 
 
+def tf32_in_force() -> tuple[bool, bool]:
+    """Whether torch computes matrix products of fp32 numbers in TF32 on a GPU that has it, and whether convolutions."""
+    from torch import backends
+
+    matmul: Any = backends.cuda.matmul
+    cudnn: Any = backends.cudnn
+    if hasattr(matmul, "fp32_precision"):
+        return matmul.fp32_precision == "tf32", cudnn.conv.fp32_precision == "tf32"
+    return bool(matmul.allow_tf32), bool(cudnn.allow_tf32)
+
+
 def _flag(flagged: Any) -> bool | None:
     """The flag; None if it contradicts the tree, which costs 12 µs."""
     try:

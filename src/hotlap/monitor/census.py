@@ -57,7 +57,7 @@ def census(run: Callable[[], object]) -> Census:
     Run it eagerly, after a step that made the optimizer's state: a replay shows nothing, and compiled code runs
     uncompiled. Takes up to a tenth of a millisecond per operation.
     """
-    with _Counting() as counting:
+    with Counting() as counting:
         run()
     # A training on a GPU keeps some numbers on the host, such as the optimizer's step count.
     kinds = sorted(counting.tallies, key=lambda kind: kind == "cpu")
@@ -65,7 +65,24 @@ def census(run: Callable[[], object]) -> Census:
     return Census(operations=operations, flops=flops, bytes=touched)
 
 
-class _Counting(TorchDispatchMode):
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """An operation that ran, and what it did."""
+
+    name: str
+    kind: str
+    """Of device."""
+    runs: int
+    """How often the device runs it: on a CPU, an operation on a list runs once for each tensor."""
+    steps: int
+    """Time steps that it works through one after the other; 1 but for recurrent layers."""
+    flops: int
+    bytes: int
+    dtype: torch.dtype | None
+    """Of its numbers; None if it has none."""
+
+
+class Counting(TorchDispatchMode):
     """Sees every operation below autograd. torch applies it in the threads of a backward pass too."""
 
     supports_higher_order_operators = True
@@ -107,13 +124,24 @@ class _Counting(TorchDispatchMode):
             touched = rows * (2 if changed else 1)
         else:
             touched = 0
-        tally = self.tallies.setdefault(kind, [0, 0, 0])
-        # On a CPU an operation on a list runs once for each tensor.
-        tally[0] += len(args[0]) if traits.foreach and kind == "cpu" else 1
-        tally[2] += touched + _volume(read, kind) + _volume(written, kind)
-        flops = flops_of(func, traits.name, args, kwargs, out)
-        # Causal kernels skip what a position must not see.
-        tally[1] += flops // 2 if traits.causal(args, kwargs) else flops
+        numbers = next((one for one in (*written, *given) if one.is_floating_point()), None)
+        self.add(
+            Operation(
+                name=traits.name,
+                kind=kind,
+                runs=len(args[0]) if traits.foreach and kind == "cpu" else 1,
+                steps=_STEPS[traits.name](*args) if traits.name in _STEPS else 1,
+                flops=_flops(func, traits, args, kwargs, out),
+                bytes=touched + _volume(read, kind) + _volume(written, kind),
+                dtype=None if numbers is None else numbers.dtype,
+            )
+        )
+
+    def add(self, seen: Operation) -> None:
+        """Count an operation."""
+        tally = self.tallies.setdefault(seen.kind, [0, 0, 0])
+        for place, count in enumerate((seen.runs, seen.flops, seen.bytes)):
+            tally[place] += count
 
 
 @dataclass(frozen=True)
@@ -199,6 +227,17 @@ def _volume(tensors: Iterable[Tensor], kind: str) -> int:
 # The floating-point operations of one operation: torch's own formulas, and those that torch lacks or gets wrong.
 
 
+def _flops(func: Any, traits: _Traits, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+    """Floating-point operations; 0 if a formula does not know the shapes."""
+    try:
+        flops = flops_of(func, traits.name, args, kwargs, out)
+    except Exception as error:
+        log.debug("the arithmetic of %s is not counted: %s", func, error)
+        return 0
+    # Causal kernels skip what a position must not see.
+    return flops // 2 if traits.causal(args, kwargs) else flops
+
+
 def flops_of(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
     """Floating-point operations with these arguments; 0 for operations bound by memory, such as sums and activations.
 
@@ -234,4 +273,19 @@ _OWN: dict[str, Callable[..., int]] = {
     "mkldnn_rnn_layer_backward": lambda *args: 2 * _recurrent(*args[:3]),
     "_scaled_dot_product_flash_attention_for_cpu": lambda *args: int(_ATTENTION(*args[:3])),
     "_scaled_dot_product_flash_attention_for_cpu_backward": lambda *args: int(_ATTENTION_BACKWARD(*args[:4])),
+}
+
+
+def _cudnn_steps(
+    x: Tensor, weights: Sequence[Tensor], stride: int, batch_first: bool, batch_sizes: Sequence[int]
+) -> int:
+    """Steps of all layers and directions. Packed batches name the samples of each step."""
+    return (len(batch_sizes) or x.shape[1 if batch_first else 0]) * (len(weights) // stride)
+
+
+_STEPS: dict[str, Callable[..., int]] = {
+    "mkldnn_rnn_layer": lambda *args: int(args[0].shape[0]),
+    "mkldnn_rnn_layer_backward": lambda *args: int(args[0].shape[0]),
+    "_cudnn_rnn": lambda *args: _cudnn_steps(args[0], args[1], args[2], args[10], args[14]),
+    "_cudnn_rnn_backward": lambda *args: _cudnn_steps(args[0], args[1], args[2], args[14], args[18]),
 }
