@@ -54,6 +54,29 @@ def test_features_in_files_give_the_trees_of_features_in_memory(kind, tmp_path):
     assert not list(tmp_path.glob("hotlap-*")), "quantised values go when nothing trains on them"
 
 
+KILLED = """
+import os, signal, sys
+from hotlap import trees
+
+matrix = trees.TreeFiles(sys.argv[1:], scratch=".").quantised(None, None, {"max_bin": 16})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_quantised_values_of_a_killed_process_go_with_the_next_training(tmp_path, forks):
+    parts = parts_in(tmp_path, "npy")
+    x = trees.TreeFiles(parts, scratch=tmp_path)
+    ours = x.quantised(None, None, {"max_bin": 16})
+    mine = set(tmp_path.glob("hotlap-*"))
+    assert forks.run("-c", KILLED, *parts, cwd=tmp_path, timeout_s=120).returncode == -9
+    assert len(set(tmp_path.glob("hotlap-*")) - mine) == 1
+    more = x.quantised(None, None, {"max_bin": 16})
+    assert len(set(tmp_path.glob("hotlap-*"))) == 2
+    assert mine < set(tmp_path.glob("hotlap-*")), "those in use stay"
+    del ours, more
+    assert not list(tmp_path.glob("hotlap-*"))
+
+
 def test_rounds_are_judged_on_files_and_on_arrays_alike(tmp_path):
     x, answers = trees.TreeFiles(parts_in(tmp_path, "npy"), scratch=tmp_path), (X[:200], Y[:200])
     runs = [fitted(tmp_path / "array", x, valid=answers), fitted(tmp_path / "whole", X, valid=answers)]
@@ -90,6 +113,9 @@ def test_files_that_will_not_do_are_refused(tmp_path):
     for more, why in mistakes.items():
         with pytest.raises(JobError, match=why):
             trees.TreeFiles([*good, tmp_path / more])
+    np.save(tmp_path / "empty.npy", np.zeros((0, 5)))
+    with pytest.raises(JobError, match="hold no rows"):
+        trees.TreeFiles([tmp_path / "empty.npy"])
     x = trees.TreeFiles(good)
     with pytest.raises(JobError, match=r"give LightGBM a np\.memmap"):
         trees.TreeJob(x, Y, library="lightgbm")

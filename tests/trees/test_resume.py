@@ -16,7 +16,9 @@ from hotlap.cli import app
 from hotlap.core.errors import StoreError
 from hotlap.fitting.fit import AnotherTrainingError
 from hotlap.recipes.boosted_trees import train_trees
+from hotlap.store.run_folder import RunFolder
 from hotlap.trees import saving
+from hotlap.trees.growing import Grown
 
 
 def fitted(folder, job, plan="off"):
@@ -197,3 +199,10 @@ def test_a_search_goes_on_with_the_trees_of_its_trial(tmp_path, monkeypatch):
         stop()
     assert [(trial.values, trial.score) for trial in again.trials] == [(t.values, t.score) for t in whole.trials]
     assert grown[0] < 3 * 12 - 12 - 4, "the second trial goes on where it was saved"
+
+
+def test_a_booster_that_cannot_be_saved_on_the_way_ends_no_training(tmp_path):
+    saver = saving.Saver(RunFolder.create(tmp_path / "run"), job_of())
+    (tmp_path / "run" / "boosters").touch()
+    saver.save(Grown(targets=range(1), content=b"", rounds=1, best_round=1, scores=(), whole=False))
+    assert not list((tmp_path / "run").glob("**/*.part"))

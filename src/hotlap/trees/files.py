@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import os
 import shutil
 import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,8 @@ PAGE = 2**24
 """Values in a piece: 64 MiB of 32-bit floats."""
 SCRATCH = "/var/tmp"
 """Where quantised values are kept on disk: other temporary folders are often in memory."""
+PAGES = "hotlap-pages-"
+"""How folders of quantised values are named."""
 Array = np.ndarray[Any, Any]
 
 
@@ -49,6 +54,8 @@ class TreeFiles:
                 raise JobError([f"x has infinite values, {place}; write NaN for a missing value"])
             rows += len(piece)
             digest.update(np.ascontiguousarray(piece).data)
+        if not rows:
+            raise JobError(["the parts of TreeFiles hold no rows"])
         self.shape, self.size, self.digest = (rows, columns), rows * columns, digest.hexdigest()
 
     def __len__(self) -> int:
@@ -66,8 +73,10 @@ class TreeFiles:
     def quantised(self, weight: Array | None, ref: Any, settings: dict[str, Any]) -> Any:
         """XGBoost's matrix of these rows, whose pages are on disk as long as it lives; `ref` has the bins to take."""
         xgb, files = library("xgboost", NEEDS, EXTRA), self
+        _remove_left_over(self.scratch)
         try:
-            folder = tempfile.mkdtemp(prefix="hotlap-", dir=self.scratch)
+            folder = tempfile.mkdtemp(prefix=PAGES, dir=self.scratch)
+            lock = _locked(Path(folder))
         except OSError as error:
             raise StoreError(f"cannot write to scratch={str(self.scratch)!r}: {error.strerror or error}") from error
 
@@ -93,10 +102,31 @@ class TreeFiles:
         try:
             matrix = xgb.ExtMemQuantileDMatrix(Pages(), ref=ref, **settings)
         except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder, lock)
             raise
-        weakref.finalize(matrix, shutil.rmtree, folder, ignore_errors=True)
+        weakref.finalize(matrix, _remove, folder, lock)
         return matrix
+
+
+def _locked(folder: Path) -> int:
+    """Lock a folder of pages for this process; the system unlocks it where the process is killed."""
+    handle = os.open(folder / "new", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    (folder / "new").rename(folder / "lock")  # no other process sees it unlocked
+    return handle
+
+
+def _remove(folder: str, lock: int) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    os.close(lock)
+
+
+def _remove_left_over(scratch: Path) -> None:
+    """Remove the pages of processes that were killed."""
+    for file in scratch.glob(f"{PAGES}*/lock"):
+        with suppress(OSError), file.open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(file.parent, ignore_errors=True)
 
 
 def _pieces_of(part: Any) -> Iterator[Array]:

@@ -122,9 +122,9 @@ class Saver:
         """Save a booster that grows, as far as it has grown."""
         start_s = time.perf_counter()
         folder = self.folder.path / BOOSTERS
-        folder.mkdir(exist_ok=True)
         head = json.dumps(_fields(booster, self.train_s)).encode()
-        with suppress(StoreError):  # a full disk: the training itself can go on
+        with suppress(StoreError, OSError):  # a full disk: the training itself can go on
+            folder.mkdir(exist_ok=True)
             write_bytes(folder / f"{booster.targets.start:04d}.part", head + b"\n" + booster.content)
         now = time.perf_counter()
         self._next_s[booster.targets] = now + max(SAVE_S, (now - start_s) / COSTS)
