@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import hotlap
-from hotlap.fitting.lost_workers import LostWorkers, deaths_told_by_the_feed, is_lost
+from hotlap.fitting.lost_workers import LostWorkers, deaths_raised_by_the_feed, is_lost
 
 SAMPLES, BATCH, EPOCHS = 48, 8, 3
 
@@ -165,7 +165,7 @@ def test_other_errors_are_none_of_workers():
 def test_torch_raises_no_death_in_the_middle_of_a_step(tmp_path):
     loader = DataLoader(Numbers(tmp_path, always), batch_size=4, num_workers=1, prefetch_factor=12)
     before = signal.getsignal(signal.SIGCHLD)
-    with deaths_told_by_the_feed():
+    with deaths_raised_by_the_feed():
         batches = iter(loader)
         while batches._workers[0].is_alive():
             time.sleep(0.01)

@@ -118,7 +118,7 @@ def test_an_end_a_kill_and_silence_are_told_apart():
         training("ended", stopped="after all steps")
     )
     killed = text(training("killed"))
-    assert any(line.startswith("  gone       its process ended without a word") for line in killed)
+    assert any(line.startswith("  gone       its process was killed or crashed, last seen") for line in killed)
     assert "             go on with: hotlap resume runs/Net-1" in killed
     assert any("nothing heard for" in line for line in text(training("silent")))
     assert any(line.startswith("  evaluating 1,200 of") for line in text(training(doing="evaluating")))

@@ -260,7 +260,7 @@ def test_samples_of_the_machine_are_drawn_with_the_moments_that_matter(tmp_path)
     said = " ".join(
         block.words for block in report.sections[keys(report).index("usage")].blocks if hasattr(block, "words")
     )
-    assert "for 2 s nobody looked" in said
+    assert "; none for 2 s" in said
     assert "tuning ends" in said
 
 

@@ -161,7 +161,7 @@ def test_what_is_no_job_is_refused_before_anything_is_made(tmp_path):
             many(jobs, tmp_path / "many")
     with pytest.raises(JobError, match="at_once=0 must be a whole number"):
         many([job()], tmp_path / "many", at_once=0)
-    with pytest.raises(StoreError, match="is no folder of fit_many"):
+    with pytest.raises(StoreError, match="is not a folder; name that of an earlier call"):
         fit_many([job()], resume=tmp_path / "nowhere")
     assert not list(tmp_path.iterdir())
 

@@ -27,7 +27,7 @@ NEAR: Final = 100
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether an error tells that workers died, or that they have no shared memory for batches."""
+    """Whether an error means that workers died, or that they have no shared memory for batches."""
     if isinstance(error, (ConnectionError, EOFError)):
         # A batch lies in memory of the worker that made it, which this process asks for.
         frames = traceback.extract_tb(error.__traceback__)
@@ -37,7 +37,7 @@ def is_lost(error: BaseException) -> bool:
 
 
 class LostWorkers:
-    """Answers the deaths of one training's workers. Samples stay the same, whoever fetches them."""
+    """Answers the deaths of one training's workers. Samples stay the same, whichever process fetches them."""
 
     def __init__(self, rig: Rig) -> None:
         self._rig = rig
@@ -67,8 +67,8 @@ def _words(workers: int) -> str:
 
 
 @contextmanager
-def deaths_told_by_the_feed() -> Iterator[None]:
-    """Inside, the next batch tells of a worker that died. Torch would raise an error in the middle of a step."""
+def deaths_raised_by_the_feed() -> Iterator[None]:
+    """Inside, the death of a worker is raised with the next batch. Torch would raise it in the middle of a step."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

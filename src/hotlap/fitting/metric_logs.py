@@ -126,7 +126,7 @@ def logs_named(asked: Names) -> tuple[str, ...]:
 
 
 class MetricLogs:
-    """The logs of one training. One that fails is told of once, and then left alone."""
+    """The logs of one training. hotlap warns once of one that fails, and then leaves it alone."""
 
     def __init__(
         self, names: Sequence[str], folder: Path, settings: Mapping[str, Any], warn: Callable[[str], object]

@@ -19,7 +19,7 @@ from hotlap.fitting.before_the_end import SavedInTime
 from hotlap.fitting.deadline import Deadline, span_schedule
 from hotlap.fitting.hangs import watch_for_hangs
 from hotlap.fitting.live import LOOK_S, LiveTraining
-from hotlap.fitting.lost_workers import LostWorkers, deaths_told_by_the_feed, is_lost
+from hotlap.fitting.lost_workers import LostWorkers, deaths_raised_by_the_feed, is_lost
 from hotlap.fitting.metric_logs import MetricLogs
 from hotlap.fitting.not_finite import NotFinite
 from hotlap.fitting.progress import Pace, format_record, status
@@ -49,7 +49,7 @@ def train(task: Task, session: RunSession, state: ProgressState) -> str:
     try:
         sampler = Sampler(session.folder.path, live.read, live.state)
         watch = watch_for_hangs(task, session, state)
-        with sampler, deaths_told_by_the_feed(), watch, StopRequest(end) as stop:
+        with sampler, deaths_raised_by_the_feed(), watch, StopRequest(end) as stop:
             try:
                 stopped = live.stopped = loop.steps(stop)
             except Exception as error:

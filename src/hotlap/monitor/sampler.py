@@ -27,7 +27,7 @@ MOST_COST = 0.005
 MOST_FAILURES = 3
 """Readings that fail one after the other, after which none follows."""
 GAP = 3.0
-"""Times the usual time between two readings from which on nobody has looked."""
+"""Times the usual time between two readings that count as a gap."""
 SWITCH = "HOTLAP_SAMPLES"
 """The variable that turns sampling off."""
 

@@ -184,7 +184,7 @@ def _place(training: Training, width: int) -> Iterator[Line]:
         yield Line(_labelled("ended", " · ".join(words)))
         return
     if training.status == KILLED:
-        yield Line(_labelled("gone", f"its process ended without a word {ago} ago, at {place}"), "red")
+        yield Line(_labelled("gone", f"its process was killed or crashed, last seen {ago} ago, at {place}"), "red")
         yield Line(_labelled("", f"go on with: hotlap resume {training.folder}"))
         return
     if training.status == SILENT:
@@ -284,7 +284,7 @@ def _outside(process: dict[str, Any]) -> Iterator[Line]:
     yield Line(_labelled("work", f"{process['cores_busy']:.2f} cores"))
     yield Line(_labelled("memory", f"{show_bytes(process['ram_bytes'])} of RAM{worker_words}"))
     gpus = ", ".join(f"GPU {index}" for index in process["gpus"])
-    yield Line(_labelled("on", gpus or "no GPU that the driver tells of"))
+    yield Line(_labelled("on", gpus or "no GPU, as far as the driver lists its processes"))
 
 
 # --- signs ---------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What bounds a training now: the step, or what comes between its steps, or somebody else on the same machine."""
+"""What bounds a training now: the step, or what comes between its steps, or another process on the same machine."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from hotlap.fitting.deadline import MARGIN, TimeLimit
 FILES_S = 0.7
 """For the report, its page and the plots."""
 LEAVING, MOST_LEAVING = 1.0, 0.07
-"""Kept free for the end, since a slow start tells of a busy machine: a multiple of it, and most of the time."""
+"""Kept free for the end, since a slow start means a busy machine: a multiple of it, and most of the time."""
 LEAST_S = 5.0
 """A model that would have less time is left out, while there is another one."""
 ONNX_S = 15.0
@@ -36,9 +36,9 @@ class TimePlan:
 
     def expect_test(self, read: Callable[[], T], *, held: int, rows: Callable[[T], int]) -> T:
         """Read the table to predict, and plan for reading and answering it at the end; `held` rows are held out."""
-        began_s = self._left_s
+        before_s = self._left_s
         table = read()
-        self._after_s += 1.5 * (began_s - self._left_s) if self.limit is not None else 0.0
+        self._after_s += 1.5 * (before_s - self._left_s) if self.limit is not None else 0.0
         self._test_share = rows(table) / max(1, held)
         return table
 
@@ -57,10 +57,10 @@ class TimePlan:
 
     def answered(self, answer: Callable[[], T]) -> T:
         """Answers for the held-out rows; what they take says what predictions will."""
-        began_s = self._left_s
+        before_s = self._left_s
         answers = answer()
         if self.limit is not None:
-            self._answers_s = max(self._answers_s, began_s - self._left_s)
+            self._answers_s = max(self._answers_s, before_s - self._left_s)
         return answers
 
     def begin_fold(self, took_s: float) -> bool:

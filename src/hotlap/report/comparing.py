@@ -1,8 +1,8 @@
 """Which differences between runs are real, and which are noise.
 
-A run, or a group of runs of the same training with other seeds, stands beside others. Groups of two and more are told
-apart by Welch's t-test. Of single runs only what has a spread of its own can be told apart: the time of a step by the
-interval of its speed-up, scores of classes by the chance in which rows were held out. All else is left open.
+A run, or a group of runs of the same training with other seeds, stands beside others. Welch's t-test decides between
+groups of two and more. Between single runs only intervals decide: that of the speed-up for the time of a step, and for
+scores of classes that of the chance in which rows were held out. All else is left open.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Difference:
     """Names of the groups."""
     values: tuple[tuple[float, ...], tuple[float, ...]]
     verdict: str
-    """`real`, `noise`, `open` where nothing tells, or `same`."""
+    """`real`, `noise`, `open` where the files decide nothing, or `same`."""
     why: str
 
     @property
@@ -135,7 +135,7 @@ def _one_of(many: Sequence[float], alone: float) -> tuple[str, str]:
     """Whether one run may belong to a group of others."""
     middle, spread, count = statistics.fmean(many), statistics.stdev(many), len(many)
     if count < 3:
-        return OPEN, f"{count} runs against one do not tell; make one more of each"
+        return OPEN, f"{count} runs are too few to judge one by; make one more"
     if spread == 0:
         return OPEN, NO_SPREAD
     half = student_t(count - 1, CHANCE) * spread * math.sqrt(1 + 1 / count)

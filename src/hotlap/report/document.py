@@ -75,8 +75,6 @@ class Text:
     """A paragraph."""
 
     words: str
-    tone: str = ""
-    """`good`, `bad` or none."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,6 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -358,8 +357,3 @@ def _toml(file: Path, problems: list[str]) -> dict[str, Any]:
     except (HotlapError, ValueError, RecursionError) as error:
         problems.append(f"{file.name}: {error}")
     return {}
-
-
-def first_of(records: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    """The first number of this name."""
-    return next((found for record in records if (found := number(record.get(name))) is not None), None)

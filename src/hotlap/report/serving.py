@@ -25,7 +25,6 @@ NAMES = ("127.0.0.1", "localhost", "[::1]")
 """The hosts for which requests are answered."""
 PORT = 8017
 RUN = "/run/"
-RELOAD_S = 5
 
 
 class Server(ThreadingHTTPServer):

@@ -62,7 +62,7 @@ def usage(training: Training, name: str = "") -> list[Block]:
         return []
     gaps = sum(number(one.get("gap_s")) or 0.0 for one in samples)
     said = f"{len(samples):,} samples"
-    said += f"; for {show_seconds(gaps)} nobody looked" if gaps else ""
+    said += f"; none for {show_seconds(gaps)}" if gaps else ""
     marked = "; ".join(f"{show_seconds(at)}: {what}" for at, what in events)
     first = Text(f"{name}: {said}." if name else f"{said[:1].upper()}{said[1:]}.")
     return [*bound(training), first, *blocks, *_marks(marked)]

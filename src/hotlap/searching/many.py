@@ -61,7 +61,7 @@ def fit_many(
         raise StoreError(f"both out={str(out)!r} and resume={str(resume)!r} are given; a resumed call keeps its folder")
     folder = RunFolder.create(out, "many").path if resume is None else Path(resume)
     if resume is not None and not folder.is_dir():
-        raise StoreError(f"{folder} is no folder of fit_many")
+        raise StoreError(f"resume={str(resume)!r} is not a folder; name that of an earlier call of fit_many")
     lock, console, randomness = RunLock(folder), open_console(progress), Randomness(choose_device("auto"))
     try:
         trainings = Trainings(wanted, console)

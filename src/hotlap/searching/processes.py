@@ -56,7 +56,7 @@ class Process:
         self._status: int | None = None
 
     def receive(self) -> Any:
-        """What the process sends next. Raises TrainingError where it has ended without a word."""
+        """What the process sends next. Raises TrainingError where it has ended instead."""
         try:
             return self.pipe.recv()
         except (EOFError, ConnectionError):
@@ -73,7 +73,7 @@ class Process:
         if self._status is None:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:  # somebody waits for all children of this process
+            except ChildProcessError:  # other code waits for all children of this process
                 pid, status = self.pid, 0
             if pid:
                 self._status = status

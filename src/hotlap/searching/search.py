@@ -521,7 +521,7 @@ class _Searching:
             "left_s": None if self.limit is None else max(0.0, self.limit.left_s),
             "metrics": None if best is None else {self.monitor: best.score, "trial": best.number},
         }
-        with suppress(OSError):  # a full disk, of which what was written before has told
+        with suppress(OSError):  # a full disk, which an earlier write has reported
             write_live(self.folder, state)
 
 

@@ -64,7 +64,7 @@ class SampleFile:
 def read_samples(folder: Path) -> list[dict[str, Any]]:
     """The samples of a run, oldest first; none where it has none. Lines that are not whole samples are left out.
 
-    Each has `at`, in seconds since 1970, and may have `step`, `gap_s` (so many seconds before it nobody looked), `host`
+    Each has `at`, in seconds since 1970, and may have `step`, `gap_s` (seconds without a look before it), `host`
     and `torch` (figures by name), and `gpus` (figures by name, one object a GPU).
     """
     content = b""
@@ -78,7 +78,7 @@ def write_live(folder: Path, state: Mapping[str, Any]) -> None:
     temporary = folder / f".{LIVE}.{os.getpid()}"
     try:
         temporary.write_text(json.dumps(finite(state)), encoding="utf-8")
-        temporary.replace(folder / LIVE)  # not synced: after a crash of the machine, nobody watches
+        temporary.replace(folder / LIVE)  # not synced: a machine that has crashed is not watched
     except OSError:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
