@@ -1,10 +1,12 @@
 """Compiled steps: the numbers of plain ones, whatever the compiler does; and a model that knows nothing of it."""
 
 import copy
+import functools
 import io
 import signal
 import time
 
+import psutil
 import pytest
 import torch
 from plain import class_data
@@ -433,6 +435,31 @@ def test_a_compiler_that_hangs_is_stopped_and_the_alarm_is_put_away(monkeypatch)
     assert rig.given_up == "compiling took longer than 2 h 0 min"
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
     assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+
+
+def test_after_a_compiler_that_hangs_none_of_its_processes_is_left(monkeypatch):
+    from torch._inductor.async_compile import AsyncCompile
+
+    before = set(psutil.Process().children(recursive=True))
+
+    def hangs(graph, inputs):
+        pool = AsyncCompile.process_pool()
+        for _ in range(2):
+            pool.submit(functools.partial(time.sleep, 3600))
+        while len(set(psutil.Process().children(recursive=True)) - before) < 2:  # a leader, and a worker that sleeps
+            time.sleep(0.05)
+        signal.setitimer(signal.ITIMER_REAL, 1e-3, 5.0)
+        pool.submit(functools.partial(time.sleep, 3600)).result()
+
+    monkeypatch.setattr("torch._inductor.config.compile_threads", 2)
+    monkeypatch.setattr("torch._inductor.config.worker_start_method", "subprocess")
+    monkeypatch.setattr(compiling, "BACKEND", hangs)
+    AsyncCompile.process_pool.cache_clear()
+    losses, _, rig = trained(Net(0.3), "blocks")
+    assert rig.given_up == "compiling took longer than 2 h 0 min"
+    assert torch.equal(losses, trained(Net(0.3))[0])
+    left = set(psutil.Process().children(recursive=True)) - before
+    assert [one for one in left if one.is_running() and one.status() != psutil.STATUS_ZOMBIE] == []
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="alarms need POSIX")

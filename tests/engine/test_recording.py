@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gc
 import random
+import signal
 import threading
 import warnings
 import weakref
@@ -751,6 +752,24 @@ def test_whatever_ends_a_recording_it_is_ended_in_full(error, happened):
         Recorder(torch.device("cpu", 0)).record(fails)
     assert happened == ["begin", "end", "put back"]
     assert (seen.value is error) is isinstance(error, NotRecordedError)
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="alarms need POSIX")
+def test_a_recording_that_hangs_is_ended_in_full(happened):
+    lock = threading.Lock()
+
+    def hangs():
+        assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= watch_module.MOST_S
+        signal.setitimer(signal.ITIMER_REAL, 1e-3, 2.0)  # again, in case the first comes just before the wait
+        with lock, lock:
+            pass
+
+    with pytest.raises(NotRecordedError, match="recording it took longer than 2 min 0 s"):
+        Recorder(torch.device("cpu", 0)).record(hangs)
+    assert happened == ["begin", "end", "put back"]
+    assert not lock.locked()
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+    assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
 
 
 PINNED = {

@@ -10,7 +10,7 @@ Attributes of torch's objects, such as `tensor._version`, are used where they ar
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -262,6 +262,8 @@ frame_callback: Callable[[], Any] = _find(
 
 DYNAMO = "torch._dynamo"
 """The compiler's module. Creating the first optimizer imports it, and so does `torch.compile`."""
+COMPILE_WORKERS = "torch._inductor.async_compile"
+"""The module that starts processes in which torch compiles."""
 COMPILED_MODULE = ("torch._dynamo.eval_frame", "OptimizedModule")
 """The module and the name of the class of a compiled module."""
 LATE = {
@@ -270,6 +272,8 @@ LATE = {
     "OptimizerVariable": Probe("torch._dynamo.variables.optimizer:OptimizerVariable", _COMPILING, optional=True),
     "TorchDynamoException": Probe("torch._dynamo.exc:TorchDynamoException", _COMPILING),
     "compile_counters": Probe("torch._dynamo.utils:counters", _COMPILING),
+    "compile_pools": Probe(f"{COMPILE_WORKERS}:_pool_set", _COMPILING, optional=True),
+    "shut_down_compile_workers": Probe(f"{COMPILE_WORKERS}:shutdown_compile_workers", _COMPILING, optional=True),
     "compile_handler": Probe("torch._dynamo.callback:callback_handler", _COMPILING),
     "cuda_load_module": Probe("torch.cuda._utils:_cuda_load_module", "depthwise convolutions", cuda=True),
     "dynamo_config": Probe("torch._dynamo:config", _COMPILING),
@@ -284,6 +288,8 @@ OptimizerVariable: type[Any]
 TorchDynamoException: type[Exception]
 compile_counters: dict[str, dict[str, int]]
 compile_handler: Any
+compile_pools: Iterable[Any]
+shut_down_compile_workers: Callable[[], None]
 cuda_load_module: Callable[[bytes], Any]
 dynamo_config: Any
 functorch_config: Any

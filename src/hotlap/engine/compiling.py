@@ -10,23 +10,31 @@ import importlib.util
 import itertools
 import os
 import shutil
-import signal
 import sys
 import threading
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from types import FrameType, FunctionType
+from contextlib import contextmanager, nullcontext, suppress
+from types import FunctionType
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 
 from hotlap.core.errors import first_line
 from hotlap.core.plan import Execution
-from hotlap.core.torch_private import COMPILED_MODULE, BatchNormBase, forward_hooks_of_all, forward_pre_hooks_of_all
+from hotlap.core.terminal import logger
+from hotlap.core.torch_private import (
+    COMPILE_WORKERS,
+    COMPILED_MODULE,
+    BatchNormBase,
+    forward_hooks_of_all,
+    forward_pre_hooks_of_all,
+    or_none,
+)
 from hotlap.core.units import show_seconds
 from hotlap.data.batches import Batch
 from hotlap.engine.blocks import repeated_blocks
@@ -35,11 +43,16 @@ from hotlap.engine.capture.recording import Watch, intended_wait, settle_dropout
 from hotlap.engine.objective import Scored
 from hotlap.engine.snapshot import Randomness
 from hotlap.engine.step import EagerStep, Window
+from hotlap.engine.time_limit import Alarm, TooLongError
+
+log = logger(__name__)
 
 BACKEND: Any = "inductor"
 """The compiler backend, by torch's name."""
 MOST_S = 120.0
 """Seconds that compiling one window may take before hotlap gives up."""
+LEADER_S = 3.0
+"""Seconds that torch's compiler processes may take to end."""
 MOST_BREAKS = 8
 """Graph breaks that one forward pass may have."""
 MOST_RECOMPILES = 8
@@ -247,6 +260,8 @@ class CompiledStep(EagerStep):
             if not watch.compiles and not _is_compilers(error):
                 raise
             reason = _reason_of(error)
+            if isinstance(error, TooLongError):
+                end_compile_workers()
         finally:
             self._is_new = False
         took_s = time.perf_counter() - began
@@ -350,10 +365,6 @@ def _unwatched() -> Iterator[None]:
 # --- the compiler ------------------------------------------------------------------------------------
 
 
-class TooLongError(BaseException):
-    """Compiling takes too long. A BaseException, so that the compiler does not catch it."""
-
-
 class CompilerWatch:
     """Watches torch's compiler. Compiling for longer than MOST_S ends in a TooLongError.
 
@@ -364,7 +375,7 @@ class CompilerWatch:
         self.compiles = 0
         """Pieces of code that the compiler has started on."""
         self._spent_s = 0.0
-        self._alarm = _Alarm()
+        self._alarm = Alarm()
         self._quiet: warnings.catch_warnings[None] | None = None
 
     def __enter__(self) -> CompilerWatch:
@@ -428,36 +439,6 @@ class CompilerWatch:
             self._quiet = None
 
 
-class _Alarm:
-    """Raises a TooLongError after some seconds."""
-
-    AGAIN_S = 5.0
-    """If a callback swallowed the first error, another one follows."""
-
-    def __init__(self) -> None:
-        self._is_set = False
-
-    def set(self, seconds: float) -> None:
-        """Raise after this many seconds, unless cleared or impossible here."""
-        if threading.current_thread() is not threading.main_thread() or sys.platform == "win32":
-            return
-        if signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL or signal.getitimer(signal.ITIMER_REAL)[0]:
-            return  # the user has an alarm
-        signal.signal(signal.SIGALRM, self._raise_error)
-        signal.setitimer(signal.ITIMER_REAL, seconds, self.AGAIN_S)
-        self._is_set = True
-
-    def clear(self) -> None:
-        """Cancel the alarm."""
-        if self._is_set and sys.platform != "win32":
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            self._is_set = False
-
-    def _raise_error(self, number: int, frame: FrameType | None) -> None:
-        raise TooLongError
-
-
 def _is_compilers(error: BaseException) -> bool:
     from hotlap.core.torch_private import TorchDynamoException
 
@@ -469,3 +450,30 @@ def _reason_of(error: BaseException) -> str:
         return f"compiling took longer than {show_seconds(MOST_S)}"
     inner = getattr(error, "inner_exception", error)
     return f"the compiler failed with {type(inner).__name__}: {first_line(inner)}"
+
+
+def end_compile_workers() -> None:
+    """End the processes in which torch compiles: one of them may hang. torch starts others when it needs them."""
+    if COMPILE_WORKERS not in sys.modules:  # torch has started none
+        return
+    from hotlap.core.torch_private import compile_pools, shut_down_compile_workers
+
+    if or_none(compile_pools) is None or or_none(shut_down_compile_workers) is None:
+        return
+    leaders = [pool.process for pool in compile_pools if hasattr(pool, "process")]
+    # torch waits up to five minutes for a leader, and a leader for its workers.
+    timers = [threading.Timer(LEADER_S, leader.kill) for leader in leaders]
+    for leader, timer in zip(leaders, timers, strict=True):
+        with suppress(psutil.Error):
+            for worker in psutil.Process(leader.pid).children(recursive=True):
+                with suppress(psutil.Error):
+                    worker.kill()
+        timer.daemon = True
+        timer.start()
+    try:
+        shut_down_compile_workers()
+    except Exception as error:  # the training goes on all the same
+        log.info("torch's compiler processes were not shut down: %s", first_line(error))
+    finally:
+        for timer in timers:
+            timer.cancel()

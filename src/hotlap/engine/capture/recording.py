@@ -32,9 +32,13 @@ from hotlap.core.torch_private import (
     peek_interpreter_stack,
     top_saved_tensors_hooks,
 )
+from hotlap.core.units import show_seconds
 from hotlap.data.order import HostRandomness
 from hotlap.engine.capture.fingerprint import memory, what_changed
+from hotlap.engine.time_limit import TooLongError, at_most
 
+MOST_S = 120.0
+"""Seconds that recording one piece of work may take before hotlap gives up."""
 _WAITED = "called a synchronizing CUDA operation"
 _OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 _intended_waits = 0
@@ -323,7 +327,7 @@ class Recorder:
                 # Other threads, such as a checkpoint or a loader that pins memory, may call CUDA meanwhile.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
-                    work()
+                    _in_time(work)
                 except BaseException:
                     with suppress(RuntimeError), warnings.catch_warnings():
                         warnings.simplefilter("ignore")  # for example that the graph is empty
@@ -346,6 +350,15 @@ class Recorder:
     @property
     def _number(self) -> int:
         return self._device.index if self._device.index is not None else torch.cuda.current_device()
+
+
+def _in_time(work: Callable[[], None]) -> None:
+    """Do work that may hang, such as a function of the user's that waits for a lock. Raises NotRecordedError."""
+    try:
+        with at_most(MOST_S):
+            work()
+    except TooLongError:
+        raise NotRecordedError(f"recording it took longer than {show_seconds(MOST_S)}") from None
 
 
 @cache
