@@ -156,6 +156,14 @@ def test_evaluations_cost_what_is_beyond_a_tenth(made):
     assert found["evaluation"].change == "evaluate less often: eval_every=500"
 
 
+def test_steps_that_became_slower_cost_what_they_took_more(made):
+    took = [1.0] * 8 + [3.0] * 4
+    history = [{"step": 100 * at, "elapsed_s": sum(took[:at]), "train_loss": 1 / at} for at in range(1, 13)]
+    found = made(history=history)
+    assert found["slower"].evidence == ("10 ms a step early, 30 ms at the end",)
+    assert found["slower"].cost_s == pytest.approx(8)
+
+
 def test_tuning_that_lost_time_costs_its_loss(made):
     figures = {"step_s": 0.1, "cost_s": 9.0, "saved_s": -6.0}
     found = made({"what": "tuned", "outcome": "chosen", "figures": figures})

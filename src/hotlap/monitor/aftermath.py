@@ -9,6 +9,7 @@ import math
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -42,6 +43,8 @@ FULL, SLOWER, IDLE = 0.95, 0.85, 0.5
 """Cores at work of all; a clock of the highest one; the part of the time that a GPU works: limits of findings."""
 GROWN, LEAST_GROWN = 1.1, 256 * MIB
 """How many times its first memory, and by how many bytes more, a training has to hold at its end."""
+LONGER = 1.25
+"""How many times as long as before a step has to take to be called slower."""
 FELL = 1e-3
 """The part by which a loss has to fall to count as falling."""
 MOST_SHOWN = 3
@@ -203,7 +206,7 @@ def _stopped(run: RunFiles, past: Sequence[_Past]) -> Iterator[Finding]:
 
 
 def _of_training(past: _Past) -> Iterator[Finding]:
-    for look in (_faults, _bounds, _evaluation, _tuning, _not_tried, _memory, _hardware, _learning):
+    for look in (_faults, _bounds, _evaluation, _slower, _tuning, _not_tried, _memory, _hardware, _learning):
         yield from look(past)
 
 
@@ -251,6 +254,27 @@ def _evaluation(past: _Past) -> Iterator[Finding]:
         cost_s=took_s - LEAST_SHARE * seconds,
         change=f"evaluate less often: eval_every={every}" if every else "evaluate less often: eval_every=N",
     )
+
+
+def _slower(past: _Past) -> Iterator[Finding]:
+    """Steps that took longer in the last quarter of the evaluations than in the second: the first has the tuning."""
+    known = [(number(one.get("step")), number(one.get("elapsed_s"))) for one in past.training.history]
+    points = [(step, at_s) for step, at_s in known if step is not None and at_s is not None]
+    gaps = [(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(points)]
+    paces = [took_s / steps for steps, took_s in gaps if steps > 0 and took_s > 0]
+    quarter = len(paces) // 4
+    if quarter < 2:
+        return
+    early, late = median(paces[quarter : 2 * quarter]), median(paces[-quarter:])
+    lost_s = sum(max(0.0, took_s - early * steps) for steps, took_s in gaps[2 * quarter :])
+    if late > LONGER * early and lost_s >= LEAST_S:
+        yield Finding(
+            name="slower",
+            what="it became slower while it trained",
+            evidence=(f"{show_seconds(early)} a step early, {show_seconds(late)} at the end",),
+            cost_s=lost_s,
+            change=f"`hotlap report {past.run.path}` shows GPU, cores and memory over time",
+        )
 
 
 def _tuning(past: _Past) -> Iterator[Finding]:

@@ -175,13 +175,11 @@ def changes_of(before: Plan, after: Plan, device: str, replay: str) -> list[Chan
     """What differs between two plans, in the order in which one would write it; `replay` runs the plan again."""
     changed = before.changes(after)
     numerics, memory, execution = after.numerics, after.memory, after.execution
-    is_tf32, is_cast = numerics.precision == "tf32", numerics.precision in ("bf16", "fp16")
     parts: list[tuple[tuple[str, ...], list[Change]]] = [
-        (("precision",) if is_tf32 else (), [_TF32]),
         (("autotune",), [_AUTOTUNED] if execution.autotune else []),
         (("kind", "workers", "prefetch", "persistent", "pinned"), _feed(after.feed, device)),
         (("layout",), [_LAYOUT] if numerics.layout == "channels_last" else []),
-        (() if is_tf32 else ("precision",), [_autocast(numerics.precision, device)] if is_cast else []),
+        (("precision",), _precision(numerics.precision, device)),
         (("optimizer",), [_FUSED] if numerics.optimizer == "fused" else []),
         (("micro_batch",), [_pieces(memory.micro_batch)] if memory.micro_batch else []),
         (("checkpoint",), [_checkpointed(memory.checkpoint)] if memory.checkpoint else []),
@@ -228,6 +226,12 @@ _FUSED = Change(
 
 def _cast(head: str, source: Source) -> list[Edit]:
     return source.indented(*source.forward_statements(), head)
+
+
+def _precision(precision: str, device: str) -> list[Change]:
+    if precision in ("bf16", "fp16"):
+        return [_autocast(precision, device)]
+    return [_TF32] if precision == "tf32" else []
 
 
 def _autocast(precision: str, device: str) -> Change:
