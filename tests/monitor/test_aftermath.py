@@ -125,6 +125,19 @@ def test_another_process_costs_what_it_took_over_the_whole_run(made):
     assert "in 5 of 10 samples" in found["another-process"].evidence[0]
 
 
+def test_a_condition_of_the_host_costs_what_the_ledger_says_and_counts_once(made):
+    busy = {"host": {"cores": 4, "cores_busy": 4.0, "own_cores": 2.0}}
+    begun = {"what": "another process", "outcome": "fault", "why": "for 10 s", "figures": {"lost_s": 3.0}}
+    over = begun | {"what": "another process is over", "figures": {"lost_s": 7.0}}
+    assert made(begun, over, over, samples=[busy] * 9)["another-process"].cost_s == 14.0
+
+
+def test_a_condition_of_the_host_that_cost_nothing_is_no_finding(made):
+    busy = {"host": {"cores": 4, "cores_busy": 4.0, "own_cores": 2.0}}
+    over = {"what": "another process lasted to the end", "outcome": "fault", "why": "x", "figures": {"lost_s": 0.0}}
+    assert made(over, samples=[busy] * 9) == {}
+
+
 def test_a_throttled_gpu_costs_the_clocks_that_it_lacked(made):
     hot = {"gpus": [{"busy": 0.9, "sm_mhz": 1000.0, "most_sm_mhz": 2000.0, "throttled": ["heat"]}]}
     found = made(samples=[hot] * 10, script=True)

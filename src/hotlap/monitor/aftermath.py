@@ -61,6 +61,7 @@ FAULTS: dict[tuple[str, ...], tuple[str, str, str]] = {
     NOT_FINITE: ("not-finite", "numbers became NaN or infinite", "a lower learning rate, or clip=1.0"),
     ("memory grows",): ("memory-grows", "memory grew while it trained", "`hotlap memory {command}` names the lines"),
     ("hang",): ("hang", "it hung", "the stacks are in ledger.jsonl of the run; `hotlap diagnose {command}`"),
+    ("sample left out",): ("bad-samples", "samples raised errors and were left out", "mend or remove them"),
     ("hotlap",): ("hotlap-failed", "hotlap failed, and the script went on without it", "report it: CONTRIBUTING.md"),
     ("data changed",): ("data-changed", "data that hotlap held changed", "keep the dataset as it is while it trains"),
 }
@@ -73,6 +74,8 @@ BOUNDS = {
     "saving": ("checkpoints hold the training up", "save less often (save_every), or on a faster disk"),
     "another process": ("another process takes what this training needs", "end it, or choose another GPU or hour"),
     "throttling": ("the GPU runs below its clock", "`nvidia-smi -q -d PERFORMANCE,POWER` shows why; see to cooling"),
+    "swapping": ("the host moves memory to a disk and back", "end other work, or take fewer workers"),
+    "running on battery": ("the machine ran on its battery", "plug the power supply in"),
     "gpu-idle": ("the GPU has nothing to do for most of the time", "`hotlap diagnose {command}` names the cause"),
 }
 """What can hold a training up and be mended, and how."""
@@ -213,7 +216,9 @@ def _of_training(past: _Past) -> Iterator[Finding]:
 def _faults(past: _Past) -> Iterator[Finding]:
     entries = [one for one in past.training.ledger or () if one.outcome == "fault"]
     for begin, (name, what, change) in FAULTS.items():
-        same = [one for one in entries if one.what.startswith(begin) or one.why.startswith(begin)]
+        same = [one for one in entries if one.what.startswith(begin)]
+        if name == "out-of-memory":  # its entries are named by the change of plan that answered it
+            same = [one for one in entries if one.why.startswith(begin)]
         if not same:
             continue
         times = f" {len(same)} times" if len(same) > 1 else ""
@@ -223,9 +228,12 @@ def _faults(past: _Past) -> Iterator[Finding]:
 
 
 def _bounds(past: _Past) -> Iterator[Finding]:
-    """What held the training up: by the samples over its time, else by what its process saw last."""
+    """What held the training up: by the paces with and without it, by the samples, or by what its process saw last."""
     live = mapping(past.training.live.get("bound"))
-    found = {name: seen for name, look in SAMPLED.items() if (seen := look(past.training)) is not None}
+    known = _conditions(past)
+    yield from filter(None, known.values())
+    looks = {name: look for name, look in SAMPLED.items() if name not in known}
+    found = {name: seen for name, look in looks.items() if (seen := look(past.training)) is not None}
     by, share = words(live.get("by")), number(live.get("share"))
     if by in BOUNDS and by not in SAMPLED:
         found[by] = share, f"at the end {words(live.get('why'))}"
@@ -234,9 +242,28 @@ def _bounds(past: _Past) -> Iterator[Finding]:
     for name, (part, why) in found.items():
         if part is None or (part >= LEAST_SHARE and part * (past.seconds or math.inf) >= LEAST_S):
             what, change = BOUNDS[name]
-            name = {"pageable copies": "copies"}.get(name, name.replace(" ", "-"))
             part = None if part is None else min(1.0, part)
-            yield past.finding(name, what, share=part, change=change, seen=[why])
+            yield past.finding(_hyphened(name), what, share=part, change=change, seen=[why])
+
+
+def _hyphened(bound: str) -> str:
+    """The name of a finding."""
+    return {"pageable copies": "copies"}.get(bound, bound.replace(" ", "-"))
+
+
+def _conditions(past: _Past) -> dict[str, Finding | None]:
+    """What the ledger says of conditions of the host, which compares the paces with and without them; None: no cost."""
+    found: dict[str, Finding | None] = {}
+    for name in ("another process", "throttling", "swapping", "running on battery"):
+        same = [one for one in past.training.ledger or () if one.outcome == "fault" and one.what.startswith(name)]
+        over = [one for one in same if one.what != name] or same[-1:]  # a run that was killed knows no end of it
+        lost = [lost_s for one in over if (lost_s := number(one.figures.get("lost_s"))) is not None]
+        if over:
+            what, change = BOUNDS[name]
+            finding = past.finding(_hyphened(name), what, share=None, change=change, seen=[one.why for one in over[:2]])
+            priced = replace(finding, cost_s=sum(lost), unpriced="") if sum(lost) > 0 else None
+            found[name] = priced if lost else finding
+    return found
 
 
 def _evaluation(past: _Past) -> Iterator[Finding]:
