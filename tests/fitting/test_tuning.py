@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import hotlap
 from hotlap import Job, PlanError, fit, moves
 from hotlap.cli import app
 from hotlap.core.table import rows
+from hotlap.engine.rig import Rig
 from hotlap.fitting.task import Found
 from hotlap.fitting.tuning import tune
 from hotlap.moves import Move
@@ -160,6 +162,36 @@ def test_a_plan_that_drifts_away_is_left_and_the_run_goes_back_to_a_checkpoint(t
     steps = [record["step"] for record in run.history]
     assert steps == sorted(set(steps))
     assert any(row.sign == "!" for row in rows(run.ledger))
+
+
+class Brittle(nn.Module):
+    """Gives NaN while a plan that holds the data is on trial, until it has done so once."""
+
+    def __init__(self, is_on_trial):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.is_on_trial = small_mlp(), is_on_trial
+
+    def forward(self, x):
+        return self.inner(x) * (math.nan if self.training and self.is_on_trial() else 1.0)
+
+
+def test_weights_that_become_nan_during_a_trial_cost_the_tuning_and_not_the_run(tmp_path, at_leisure, monkeypatch):
+    real, trial = Rig.use, []
+
+    def use(self, plan, **more):
+        real(self, plan, **more)
+        trial[:] = [plan] if more.get("outcome") == "measured" and plan.feed.kind == "resident" else []
+
+    monkeypatch.setattr(Rig, "use", use)
+    model = Brittle(lambda: bool(trial))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    job = job_for(600, model=model, optimizer=optimizer)
+    run = fit(job, plan="auto", out=tmp_path / "run", save_every=50, progress=False)
+    assert run.steps == 600
+    assert run.plan == fit(job_for(1), plan="off", out=tmp_path / "off", progress=False).plan
+    assert bool(parameters_of(run.model).isfinite().all())
+    assert any("gone back to step" in problem and "moves on trial" in problem for problem in run.problems)
 
 
 def test_it_goes_back_to_a_time_that_was_good_however_long_ago(tmp_path, at_leisure, monkeypatch):

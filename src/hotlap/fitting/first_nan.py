@@ -52,6 +52,9 @@ def find_origin(
         if rig.steps >= until or time.perf_counter() > ends_s:
             break
         place, step = rig.place, rig.steps + 1
+        if not window.pieces:  # all of its samples raised, so that there is no update
+            rig.advance(window)
+            continue
         indices = _indices(order, place, window)
         before = rig.skipped
         with watch.hooks(len(window.pieces) == 1):
@@ -59,7 +62,8 @@ def find_origin(
         found = watch.verdict(loss, rig.skipped > before)
         if found is not None:
             where, values, rows = found
-            samples = [indices[row] for row in rows] if rows and max(rows) < len(indices) else indices
+            # Without samples that raised, rows are not those of the order.
+            samples = [indices[row] for row in rows] if rows and window.samples == len(indices) else indices
             batch = f"epoch {place.epoch + 1}, batch {place.window:,} of {rig.epoch_windows:,} ({_listed(samples)})"
             return Origin(step=step, batch=batch, where=where, values=tuple(values))
         ended()

@@ -19,7 +19,7 @@ IN_A_ROW = 10
 """Updates skipped in a row after which the plan is under suspicion."""
 IN_FP16 = IN_A_ROW + 24
 """As many in fp16, whose scaled loss may come down from 2**24 first."""
-SEARCH_S = 60.0
+SEARCH_S = 40.0
 """The most seconds for making steps again to find where it began."""
 
 
@@ -74,15 +74,16 @@ class NotFinite:
         is_last = self._row < min(LOOK, rig.epoch_windows) and next(self._others(rig.plan), None) is None
         return 0 if is_last else self._row
 
-    def go_back(self, what: str, in_force: Plan, *, until: int) -> Plan | None:
+    def go_back(self, what: str, in_force: Plan | None, *, until: int) -> Plan | None:
         """Put the training back to its newest finite state up to a step, and under a plan that may do without it.
 
         Returns that plan; None if there is no other plan or no finite state. `in_force` is the plan under which it
-        happened: a move on trial has been dropped since. Finite weights may also stay where they are.
+        happened; None if several took turns, which have been dropped since. Finite weights may stay where they are.
         """
         rig, before, failed_at = self._rig, self._rig.plan, self._rig.steps
         plan = next(self._others(in_force), None)
-        self._failed.add(in_force)
+        if in_force is not None:
+            self._failed.add(in_force)
         if plan is None:
             return None
         rig.use(plan, why=what)
@@ -95,9 +96,11 @@ class NotFinite:
             rig.use(before, why="there is no checkpoint with finite weights")
             return None
         self._counted, self._row = (rig.steps, rig.skipped), 0
-        left = "; ".join(f"{name} {was} → {now}" for name, (was, now) in in_force.changes(plan).items())
+        changes = {} if in_force is None else in_force.changes(plan)
+        words = ", ".join(f"{name} {was} → {now}" for name, (was, now) in changes.items())
+        left = f"with {words}" if words else "without moves on trial"
         place = f"gone back to step {rig.steps:,}, on" if loop is not None else "on from here"
-        why = f"{what} at step {failed_at:,}; {place} under another plan: {left}"
+        why = f"{what} at step {failed_at:,}; {place} {left}"
         rig.write_down("weights not finite", "fault", why)
         self._task.voice.warn(why)
         return plan
@@ -138,7 +141,7 @@ class NotFinite:
             self._task.voice.warn(str(error))
         return lines
 
-    def _others(self, in_force: Plan) -> Iterator[Plan]:
+    def _others(self, in_force: Plan | None) -> Iterator[Plan]:
         """Plans under which it may not happen, the likeliest first.
 
         The plan without a move on trial, fp32, one move less, and the user's own plan. One move less only the first

@@ -504,7 +504,9 @@ class _Loop:
 
         Raises DivergedError if no better weights are kept, which early stopping would have.
         """
-        in_force, self._open = self._rig.plan, None
+        # While plans are tried, another one may have been in force where it began.
+        tried = not self.tuner.done and any(entry.plan != self._task.own_plan for entry in self._rig.ledger)
+        in_force, self._open = None if tried else self._rig.plan, None
         if in_force != self._task.own_plan:
             self.tuner.distrust()
         self.tuner.ended()
