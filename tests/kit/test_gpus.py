@@ -12,7 +12,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import hotlap
-from hotlap import Job
+from hotlap import Job, Sequences
 from hotlap.cli import app
 from hotlap.core.units import GIB
 from hotlap.kit import gpus as kit
@@ -54,6 +54,11 @@ def short(monkeypatch):
 def found(**changes):
     figures = {"work": LARGE, "samples": 32, "peak_bytes": 2 * GIB, "epoch_updates": 100, "updates": 300}
     return GpusFound(name="planted", device="cpu", **{**figures, **changes})
+
+
+def of_planted(work):
+    account = {"kinds": {}, "layers": {}, "outputs": {}, "peak_bytes": GIB}
+    return kit._found("planted", ProbeResult(account=account, laps=[[1, 1]]), work, 0.1)
 
 
 def rows(one):
@@ -135,6 +140,33 @@ def test_the_command_shows_each_gpu_within_80_columns(tmp_path, monkeypatch):
 def test_what_cannot_be_predicted_is_one_line(words, said):
     done = CliRunner().invoke(app, ["gpus", *words])
     assert said in str(done.exception)
+
+
+def test_times_are_of_ordinary_batches_and_memory_is_of_the_longest():
+    def counted(lengths):
+        texts = Sequences({"x": [torch.ones(n, dtype=torch.long) for n in lengths]}, columns={"y": torch.zeros(64)})
+        model = nn.Sequential(nn.Embedding(3, 8), nn.Linear(8, 1))
+        forward = lambda model, batch: (model(batch["x"]).mean((1, 2)), batch["y"])  # noqa: E731
+        made = {"loss": nn.MSELoss(), "optimizer": torch.optim.AdamW, "batch_size": 4, "epochs": 1, "device": "cpu"}
+        return hotlap.gpus(Job(model=model, data=texts, forward=forward, **made), progress=False)
+
+    mixed, long = counted([4] * 60 + [128] * 4), counted([128] * 64)
+    assert mixed.work.total_flops < long.work.total_flops
+    assert mixed.peak_bytes == long.peak_bytes
+
+
+def test_what_a_script_evaluates_between_updates_is_no_work_of_them(tmp_path):
+    evaluates = "\n        if (made := globals().get('made', 0) + 1) % 2 == 0:\n            with torch.no_grad():\n"
+    evaluates += "                for x, _ in DataLoader(data, 100):\n                    model(x)"
+    (tmp_path / "plain.py").write_text(SCRIPT)
+    (tmp_path / "evaluates.py").write_text(SCRIPT.rstrip() + evaluates)
+    plain, evaluating = (hotlap.gpus(name, progress=False).work for name in ("plain.py", "evaluates.py"))
+    assert evaluating.total_flops == plain.total_flops
+
+
+def test_recurrent_layers_that_the_cpu_splits_are_noted():
+    assert any("recurrent" in note for note in of_planted(replace(LARGE, unfused=True)).notes)
+    assert not any("recurrent" in note for note in of_planted(LARGE).notes)
 
 
 # --- of planted work -----------------------------------------------------------------------------------------
@@ -240,6 +272,4 @@ def test_the_recommended_gpu_has_head_room_and_is_nearly_as_fast_as_the_fastest(
 
 
 def test_arithmetic_in_fp64_is_noted():
-    wide = replace(LARGE, flops={"fp64": 1e12})
-    seen = ProbeResult(account={"kinds": {}, "layers": {}, "outputs": {}, "peak_bytes": GIB}, laps=[[1, 1]])
-    assert any("fp64" in note for note in kit._found("planted", seen, wide, 0.1).notes)
+    assert any("fp64" in note for note in of_planted(replace(LARGE, flops={"fp64": 1e12})).notes)

@@ -95,6 +95,12 @@ def test_a_recurrent_layer_launches_a_kernel_for_each_step_and_layer():
     assert forward.launches == forward.operations + 2 * (7 - 1)
 
 
+@pytest.mark.parametrize(("kind", "unfused"), [(nn.LSTM, False), (nn.GRU, True), (nn.RNN, True), (nn.Linear, False)])
+def test_recurrent_layers_that_the_cpu_splits_are_noticed(kind, unfused):
+    layer = kind(4, 8)
+    assert count_work(lambda: layer(torch.randn(5, 7, 4, requires_grad=True))).unfused is unfused
+
+
 def test_attention_with_dropout_is_one_operation_as_on_a_gpu():
     q = torch.randn(2, 2, 8, 16, requires_grad=True)
     by_position, by_name = (

@@ -319,6 +319,8 @@ def _found(name: str, seen: ProbeResult, work: Work, step_s: float) -> GpusFound
     on_gpu = seen.device != "cpu"
     here = _here(seen.device)
     notes = [] if on_gpu else [COUNTED]
+    if work.unfused:
+        notes.append("torch's CPU splits its recurrent layers into small operations: times come out far too long")
     if "fp64" in work.flops:
         notes.append("some of its arithmetic is in fp64, which is predicted as fp32: convert the data to fp32")
     return GpusFound(

@@ -221,12 +221,14 @@ class ScriptWatch:
                 self._sample = map_tensors(batch, lambda tensor: tensor.to("meta"))
 
     def _pause(self, evaluates: bool) -> None:
-        """Stop the clock of the lap during an evaluation."""
+        """Stop the clock of the lap during an evaluation, and do not count its work."""
         if evaluates and self._paused_at is None:
             self._paused_at = self._stepped_at
         elif not evaluates and self._paused_at is not None:
             self._paused_s += time.perf_counter() - self._paused_at
             self._paused_at = None
+        if self._work is not None:
+            self._work.is_paused = self._paused_at is not None
 
     def _called(self, module: nn.Module, inputs: Any) -> None:
         """Note a called module; those inside of no other are the script's models."""
@@ -351,7 +353,7 @@ class ScriptWatch:
             self.seen.account = watch.account
             watch.__exit__(None, None, None)
             if self._request.works:
-                self._watch, self._paused_s = None, 0.0
+                self._watch = None
                 self._work = WorkCount(sees_steps=False).__enter__()
                 return
             if not self._request.watches:
@@ -366,13 +368,9 @@ class ScriptWatch:
                 self._end()
 
     def _work_goes_on(self, work: WorkCount) -> None:
-        """Note a counted update; one with an evaluation in it counts from anew."""
+        """Note a counted update, and report the work after enough of them."""
         self._counted += 1
-        if self._paused_s and self._left_out < MOST_SHORT:
-            work.__exit__(None, None, None)
-            self._left_out, self._counted, self._paused_s = self._left_out + 1, 0, 0.0
-            self._work = WorkCount(sees_steps=False).__enter__()
-        elif self._counted == self._request.works:
+        if self._counted == self._request.works:
             work.__exit__(None, None, None)
             self.seen.work = work.work(self._counted).to_dict()
             self._end()

@@ -12,8 +12,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -45,6 +46,8 @@ class Work:
     """Read and written by the optimizer."""
     least_step_bytes: float = 0.0
     """What a fused optimizer has to read and write."""
+    unfused: bool = False
+    """Whether recurrent layers ran in many small operations, as some do on a CPU. A GPU takes fewer."""
 
     def __post_init__(self) -> None:
         figures = {**self.to_dict(), **self.flops}
@@ -69,11 +72,15 @@ class WorkCount(Counting):
     def __init__(self, *, sees_steps: bool = True) -> None:
         """Without `sees_steps`, the caller says when an optimizer's step begins and ends."""
         super().__init__()
+        self.is_paused = False
+        """Whether operations do not count, as those of an evaluation."""
         self._sees_steps = sees_steps
         self._works: dict[str, dict[str, float]] = {}
         self._flops: dict[str, dict[str, float]] = {}
         self._step: list[Operation] | None = None
         """The operations of an optimizer's step; None outside of one."""
+        self._recurrent = self._fused = False
+        """Whether a recurrent layer was called, and whether a kernel for such layers ran."""
         self._listed: list[dict[str, Any]] = []
         """Groups of parameters that hotlap has updated as lists."""
         self._switched = ExitStack()
@@ -84,6 +91,7 @@ class WorkCount(Counting):
         if self._sees_steps:
             self._switched.callback(register_optimizer_step_pre_hook(self.step_begins).remove)
             self._switched.callback(register_optimizer_step_post_hook(self.step_ends).remove)
+        self._switched.callback(register_module_forward_pre_hook(self._called).remove)
         self._switched.callback(
             setattr, functional, "scaled_dot_product_attention", functional.scaled_dot_product_attention
         )
@@ -99,10 +107,13 @@ class WorkCount(Counting):
         """The work of one of so many counted updates, on average."""
         kind = next((kind for kind in self._works if kind != "cpu"), "cpu")
         counts = {name: count / updates for name, count in self._works.get(kind, dict.fromkeys(_COUNTS, 0.0)).items()}
-        return Work(flops={name: count / updates for name, count in self._flops.get(kind, {}).items()}, **counts)
+        flops = {name: count / updates for name, count in self._flops.get(kind, {}).items()}
+        return Work(flops=flops, unfused=self._recurrent and not self._fused, **counts)
 
     def add(self, seen: Operation) -> None:
         """Count an operation."""
+        if self.is_paused:
+            return
         if self._step is not None:
             self._step.append(seen)
         else:
@@ -114,6 +125,7 @@ class WorkCount(Counting):
     def _count_here(self, seen: Operation) -> None:
         """Count an operation outside of the optimizer."""
         counts, size = self._counts(seen.kind), _NARROW if seen.dtype is None else max(_NARROW, seen.dtype.itemsize)
+        self._fused |= "rnn" in seen.name
         counts["operations"] += 1
         counts["launches"] += seen.steps
         counts["bytes"] += seen.bytes
@@ -127,6 +139,9 @@ class WorkCount(Counting):
         name = "fp32" if seen.dtype is None else _FORMATS.get(seen.dtype, "fp32")
         is_tf32 = self._convolutions if "conv" in seen.name or "rnn" in seen.name else self._products
         return "tf32" if name == "fp32" and is_tf32 else name
+
+    def _called(self, module: nn.Module, inputs: Any) -> None:
+        self._recurrent |= isinstance(module, nn.RNNBase)
 
     def step_begins(self, optimizer: Optimizer, *_: Any) -> None:
         """Count for the optimizer from here on."""
