@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch
 from hotlap.core.errors import MachineError
 from hotlap.guard.hangs import BEFORE_FIRST, MOST_WINDOWS, HangWatch, hang_s
 from hotlap.guard.processes import end_processes
-from hotlap.guard.stacks import Call, Stack, of_worker, read_stacks, report, waiting_for
+from hotlap.guard.stacks import WORKERS, Call, Stack, of_worker, read_stacks, report, waiting_for
 
 
 class Training:
@@ -102,6 +103,21 @@ def test_entries_of_the_ledger_are_progress(training):
         training.wait(50)
         training.entries += 1
     assert training.found == []
+
+
+def test_workers_that_were_ended_in_vain_get_twice_as_long(training, monkeypatch):
+    me = SimpleNamespace(pid=os.getpid())  # no child of its own: nothing is ended
+    monkeypatch.setattr("hotlap.guard.hangs.waiting_for", lambda calls, on_gpu: WORKERS)
+    monkeypatch.setattr("hotlap.guard.hangs._loader_in", lambda frame: SimpleNamespace(_workers=[me]))
+    training.make_steps(20, 5)
+    for number in range(3):
+        training.wait(70 * 2**number)
+        assert len(training.found) == number + 1
+        training.entries += 1  # others are started
+        training.wait(5)
+    training.make_steps(1, 5)
+    training.wait(70)
+    assert len(training.found) == 4
 
 
 def test_a_process_that_was_stopped_does_not_hang(training):

@@ -98,3 +98,10 @@ def test_a_script_that_uses_faulthandlers_thread_itself_keeps_it(watched, tmp_pa
             time.sleep(0.01)
         faulthandler.cancel_dump_traceback_later()
     assert not watched._limit_s
+
+
+def test_after_its_last_step_a_script_is_not_watched_until_it_makes_another(watched):
+    watched.rest()
+    assert not watched._limit_s
+    watched.stepped(6)
+    assert watched._limit_s

@@ -46,7 +46,7 @@ AHEAD = 2
 """Batches in transit while the GPU trains on one."""
 BUFFER_SETS = AHEAD + 2
 """Sets of pinned buffers: one more than in transit, so that the host can gather while a copy ends."""
-STACKS_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 11
+STACKS_SIGNAL = signal.SIGRTMIN + 11 if sys.platform == "linux" else 0
 """The signal at which a worker writes its stacks, if nothing else handles it there."""
 MOST_STACKS = 2**20
 """Bytes of stacks to read."""

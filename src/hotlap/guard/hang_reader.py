@@ -23,15 +23,18 @@ PAUSE_S = 0.3
 _TIMEOUT = re.compile(r"Timeout \((?:(\d+) days?, )?(\d+):(\d+):(\d+(?:\.\d+)?)\)!")
 
 
-def main(pid: int, dumps: int, kept: int, on_gpu: bool) -> None:
-    """Read what the process `pid` writes to `dumps` until it ends; what is shown also goes to the file `kept`."""
+def main(pid: int, dumps: int, kept: int, on_gpu: bool, slack_s: float) -> None:
+    """Read what the process `pid` writes to `dumps` until it ends; what is shown also goes to the file `kept`.
+
+    Its stacks come so many seconds later than they might.
+    """
     with suppress(OSError):  # it has ended
-        _Reader(pid, dumps, kept, on_gpu).run()
+        _Reader(pid, dumps, kept, on_gpu, slack_s).run()
 
 
 class _Reader:
-    def __init__(self, pid: int, dumps: int, kept: int, on_gpu: bool) -> None:
-        self._pid, self._dumps, self._kept, self._on_gpu = pid, dumps, kept, on_gpu
+    def __init__(self, pid: int, dumps: int, kept: int, on_gpu: bool, slack_s: float) -> None:
+        self._pid, self._dumps, self._kept, self._on_gpu, self._slack_s = pid, dumps, kept, on_gpu, slack_s
         self._end = os.pidfd_open(pid)
 
     def run(self) -> None:
@@ -40,7 +43,8 @@ class _Reader:
             text = b""
             while self._waits(PAUSE_S, self._dumps):
                 text += os.read(self._dumps, 2**16)
-            stacks, waited_s = read_stacks(text.decode(errors="replace")), _seconds(text.decode(errors="replace"))
+            written = text.decode(errors="replace")
+            stacks, waited_s = read_stacks(written), _seconds(written) - self._slack_s
             calls = stacks[0].calls if stacks else ()
             if not calls or calls in shown or is_attended(calls):
                 continue

@@ -106,14 +106,16 @@ class HangWatch:
         self._thread = Beside("hotlap hangs", self.look, lambda: self.every_s)
         self._watched = threading.get_ident()
         self._seen = progress()
-        self._first: tuple[float, int] | None = None
-        """When the first step was seen, and its number."""
+        self._first: int | None = None
+        """The number of the first step that was seen."""
         self._looked_s = self._moved_s = self._since_s = clock()
         """When it looked last, when there was progress, and when the time began that may be a hang."""
-        self._longest_s = self._step_s = 0.0
+        self._moving_s = self._longest_s = self._step_s = 0.0
         self._work: tuple[float, Work] | None = None
         """When `at_work` was asked in this time, and what it returned."""
         self._windows, self._is_noticed, self._has_ended_workers = 0, False, False
+        self._patience = 1
+        """How many times as long a hang takes: twice as long each time that ending workers has brought no step."""
 
     def __enter__(self) -> Self:
         if self._is_wanted:
@@ -128,8 +130,8 @@ class HangWatch:
     def limit_s(self) -> float:
         """Seconds without progress that are a hang."""
         if self._first is None:
-            return BEFORE_FIRST * self._least_s
-        return max(self._least_s, USUAL_STEPS * self._step_s, LONGEST_GAPS * self._longest_s)
+            return BEFORE_FIRST * self._least_s * self._patience
+        return max(self._least_s * self._patience, USUAL_STEPS * self._step_s, LONGEST_GAPS * self._longest_s)
 
     def look(self) -> None:
         """Compare with the last look."""
@@ -156,10 +158,12 @@ class HangWatch:
         """There was progress."""
         if counts and self._first is not None and not self._has_ended_workers:
             self._longest_s = max(self._longest_s, now - self._moved_s)
+            self._moving_s += now - self._moved_s
         if seen[0] != self._seen[0]:
-            self._first = self._first or (now, seen[0])
-            made = seen[0] - self._first[1]
-            self._step_s = (now - self._first[0]) / made if made > 0 else 0.0
+            self._patience = 1
+            self._first = seen[0] if self._first is None else self._first
+            made = seen[0] - self._first
+            self._step_s = self._moving_s / made if made > 0 else 0.0
         self._seen, self._moved_s, self._since_s = seen, now, now
         self._windows, self._work, self._is_noticed, self._has_ended_workers = 0, None, False, False
 
@@ -190,6 +194,7 @@ class HangWatch:
         self._seen = self._progress()  # what was said and written down is no progress
         if workers:
             self._has_ended_workers = True
+            self._patience *= 2
             end_processes(workers)
 
 

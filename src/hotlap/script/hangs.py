@@ -15,7 +15,10 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
+
+import psutil
 
 from hotlap.core.ledger import Entry, Ledger
 from hotlap.core.plan import Plan
@@ -28,7 +31,7 @@ MOST_REPORT = 2**16
 """Bytes of a report to keep in the ledger."""
 READER = (
     "import os, sys; os.fork() and os._exit(0)\n"  # the script has no child that it did not start
-    "sys.path[:] = {path!r}; from hotlap.guard.hang_reader import main; main({pid}, {dumps}, {kept}, {gpu})"
+    "sys.path += {path!r}; from hotlap.guard.hang_reader import main; main({pid}, {dumps}, {kept}, {gpu}, {slack_s})"
 )
 END_S = 5.0
 
@@ -61,7 +64,9 @@ class ScriptHangs:
         self._kept = os.memfd_create("hang")
         for number in (reading, self._dumps, self._kept):
             weakref.finalize(self, os.close, number)
-        code = READER.format(path=sys.path, pid=os.getpid(), dumps=reading, kept=self._kept, gpu=on_gpu)
+        # Not the script's own path: a module there may have the name of one of Python's.
+        path = [str(Path(psutil.__file__).parents[1]), str(Path(__file__).parents[2])]
+        code = READER.format(path=path, pid=os.getpid(), dumps=reading, kept=self._kept, gpu=on_gpu, slack_s=EVERY_S)
         self._reader = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", code],
             pass_fds=(reading, self._kept),
@@ -79,7 +84,7 @@ class ScriptHangs:
         """The training has made so many steps."""
         if self._reader is not None:
             self._reader.poll()  # it has forked, and ended
-        if self._least_s is None or not self._limit_s:
+        if self._least_s is None:
             return
         now = time.monotonic()
         if self._first is None:
@@ -90,6 +95,11 @@ class ScriptHangs:
         made = steps - self._first[1]
         usual_s = (now - self._first[0]) / made if made > 0 else 0.0
         self._arm(max(self._least_s, USUAL_STEPS * usual_s, LONGEST_GAPS * self._longest_s))
+
+    def rest(self) -> None:
+        """All steps are made: what the script does now is no training. A further step ends the rest."""
+        self._disarm()
+        self._limit_s = 0.0
 
     def write_down(self, ledger: Ledger, plan: Plan) -> str | None:
         """Add what was shown to a ledger; its first line, if there is one."""
@@ -103,8 +113,8 @@ class ScriptHangs:
 
     def close(self) -> None:
         """Look no more."""
-        self._disarm()
-        self._limit_s = 0.0
+        self.rest()
+        self._least_s = None
         if self._reader is not None:
             with suppress(subprocess.TimeoutExpired):
                 self._reader.wait(END_S)
@@ -114,7 +124,8 @@ class ScriptHangs:
     def _arm(self, limit_s: float) -> None:
         self._limit_s = limit_s
         with suppress(RuntimeError, OSError, ValueError):  # no thread; a script that has closed all files
-            self._later(limit_s, repeat=True, file=self._dumps)
+            # Steps between two calls of `stepped` are not seen.
+            self._later(limit_s + EVERY_S, repeat=True, file=self._dumps)
 
     def _disarm(self) -> None:
         if self._limit_s:
@@ -125,8 +136,8 @@ class ScriptHangs:
 
         @functools.wraps(own)
         def left(*args: Any, **kwargs: Any) -> Any:
-            self._disarm()
-            self._limit_s = 0.0
+            self.rest()
+            self._least_s = None
             return own(*args, **kwargs)
 
         return left
@@ -145,6 +156,6 @@ def _register(hangs: weakref.ref[ScriptHangs]) -> None:
 
     def in_child() -> None:
         if (one := hangs()) is not None:
-            one._limit_s = 0.0
+            one._limit_s, one._least_s = 0.0, None
 
     os.register_at_fork(before=before, after_in_parent=after, after_in_child=in_child)

@@ -246,9 +246,12 @@ class Session:
             proxy.on_fault = self._fault
             proxy.on_change = functools.partial(self._on_data_change, proxy)
             self._proxies[loader] = proxy
-            if self.settings.torch_s is not None:  # a notebook waits for its user
-                self._hangs.begin(on_gpu=device.type == "cuda")
+            self._watch_for_hangs(device)
         return self._proxies[loader]
+
+    def _watch_for_hangs(self, device: torch.device) -> None:
+        if self.settings.torch_s is not None:  # a notebook waits for its user
+            self._hangs.begin(on_gpu=device.type == "cuda")
 
     def _device_copies_on(self, device: torch.device) -> DeviceCopies | None:
         if device.type == "cuda" and self._device_copies is None:
@@ -306,6 +309,8 @@ class Session:
         self._next_look = ended + (ended - began) / LOOK_SHARE
 
     def _on_epoch_end(self, proxy: LoaderProxy) -> None:
+        if self._length.known and (now := self._standing()) is not None and now.updates >= self._length.updates:
+            self._hangs.rest()
         if self._idle is not None:
             return
         with self._guarded():
@@ -527,6 +532,7 @@ class Session:
             self._decoded.close()
         self._idle = None
         self._lookout.begin(training.device)
+        self._watch_for_hangs(training.device)
         self._begin_samples(training.device)
 
     def _begin_samples(self, device: torch.device) -> None:
