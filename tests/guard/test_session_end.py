@@ -5,13 +5,14 @@ import re
 import time
 
 import pytest
+import torch
 from amount_recipe import AmountOptions, AmountRecipe
 from killed import before_forward, in_a_child, outcome
 from plain import class_data, small_mlp
 from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
-from hotlap import Job, fit
+from hotlap import Job, fit, fit_many, trees
 from hotlap.fitting import training as fitting_training
 from hotlap.recipes.training import train as train_recipe
 from hotlap.script import lookout
@@ -153,3 +154,38 @@ def test_a_script_hears_of_the_end_once_and_well_before_and_is_left_alone(monkey
     assert len(said) == 1
     assert "by Slurm's limit" in said[0]
     assert "save the training before" in said[0]
+
+
+def test_jobs_that_train_at_once_are_all_saved_before_the_end(tmp_path):
+    said, end_s = tmp_path / "said", time.time() + 5
+
+    def slow(model, batch):
+        time.sleep(0.01)
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    def ended():
+        os.environ["SLURM_JOB_END_TIME"] = str(end_s)
+        jobs = [small_job(seed=seed, valid=None, epochs=10**6, loss=slow) for seed in range(2)]
+        fit_many(jobs, out=tmp_path / "many", plan="off", progress=False, at_once=2)
+
+    assert in_a_child(ended, said) == 143, said.read_text()
+    assert "stopped by the end of the session: " in said.read_text()
+    metrics = list((tmp_path / "many").glob("*/metrics.jsonl"))
+    # On a busy machine a process may not have begun to train by then.
+    begun = [file.parent for file in metrics if file.read_text()]
+    assert all(Checkpoints(folder / "checkpoints").newest_good()[0].step >= 1 for folder in begun)
+
+
+def test_trees_keep_the_rounds_that_were_grown_before_the_end(tmp_path):
+    pytest.importorskip("xgboost")
+    said, end_s = tmp_path / "said", time.time() + 3
+    x, y = class_data(200, dtype=torch.float32)
+
+    def ended():
+        os.environ["SLURM_JOB_END_TIME"] = str(end_s)
+        job = trees.TreeJob(x.numpy(), y.numpy().astype("float32"), rounds=10**7, params={"max_depth": 1})
+        trees.fit(job, plan="off", out=tmp_path / "run")
+
+    assert in_a_child(ended, said) == 143, said.read_text()
+    assert "stopped by the end of the session: " in said.read_text()
+    assert trees.load(tmp_path / "run").record.boosters[0].rounds >= 1

@@ -179,6 +179,7 @@ class Processes:
         """End all processes."""
         for process in self.running:
             process.send_signal(signal.SIGTERM)
+            process.pipe.close()  # one that waits for an answer would wait forever, and not save
         for process in list(self.running):
             self.end(process)
         self._tasks.put(None)
