@@ -11,7 +11,7 @@ from torch import nn
 
 import hotlap
 from hotlap.core.errors import DivergedError
-from hotlap.fitting import session
+from hotlap.fitting import first_nan, session
 
 SAMPLES = 60
 
@@ -165,6 +165,24 @@ def test_with_nothing_to_go_back_to_it_names_what_is_known(monkeypatch):
     assert "it begins between step 12 and here" in found
     assert "the last batch: epoch 3, batch 6 of 6 (samples 50" in found
     assert "not finite: 4 parameters, such as 0.weight" in found
+
+
+def test_what_functions_hold_is_copied_only_if_it_is_small():
+    model = Layers()
+    model[1] = Late()
+    large = torch.ones(session.KEPT_BYTES)
+
+    def loss(model, batch):
+        return nn.functional.cross_entropy(model(batch[0]), batch[1]) * large[0]
+
+    assert "it begins between step 12 and here" in words_of(model=model, loss=loss)
+
+
+def test_8_bit_and_sparse_numbers_can_be_asked():
+    bad = torch.tensor([1.0, math.nan])
+    for form in (torch.Tensor.to_sparse, lambda one: one.to(torch.float8_e4m3fn), lambda one: one.half()):
+        assert first_nan.are_finite([form(torch.ones(2))])
+        assert not first_nan.are_finite([form(torch.ones(2)), form(bad)])
 
 
 def test_with_better_weights_kept_the_run_ends_with_them_and_names_the_layer():

@@ -234,6 +234,11 @@ class Memory:
         self._names = [(space, set(space)) for space in walk.spaces.values()]
         self._own, self._left = walk._own, left
 
+    @property
+    def size(self) -> int:
+        """About how many bytes its copies of tensors, arrays and containers take."""
+        return sum(_bytes_of(content) for _, content in self._slots)
+
     def restore(self, *, generators: bool = True) -> None:
         """Put all of it back; generators only where they are not to go on."""
         for space, names in self._names:
@@ -266,6 +271,12 @@ def _held(slot: Slot) -> Any:
     if isinstance(holder, list):
         return holder[key] if key < len(holder) else _NOTHING
     return vars(holder).get(key, _NOTHING) if isinstance(holder, type) else getattr(holder, key, _NOTHING)
+
+
+def _bytes_of(content: Any) -> int:
+    if isinstance(content, Tensor):
+        return content.numel() * content.element_size()
+    return content.nbytes if isinstance(content, np.ndarray) else 8 * len(content) if hasattr(content, "__len__") else 0
 
 
 def _content(value: Any) -> Any:

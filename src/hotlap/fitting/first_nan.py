@@ -84,7 +84,7 @@ def last_batch(rig: Rig, order: Order) -> str:
 
 def are_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether all numbers in these tensors are finite; waits once for the device."""
-    flags = [tensor.detach().isfinite().all() for tensor in tensors if _has_fractions(tensor)]
+    flags = [_values(tensor).isfinite().all() for tensor in tensors if _has_fractions(tensor)]
     return not flags or bool(torch.stack(flags).all())
 
 
@@ -95,7 +95,7 @@ def figures(tensors: Iterable[Tensor]) -> str:
     for tensor in tensors:
         if not _has_fractions(tensor):
             continue
-        values = (tensor._values() if tensor.is_sparse else tensor).detach()
+        values = _values(tensor)
         numbers += values.numel()
         nan, finite = int(values.isnan().sum()), values.isfinite()
         nans, infinities = nans + nan, infinities + values.numel() - nan - int(finite.sum())
@@ -225,6 +225,12 @@ class _Watch:
 
 def _name(module: nn.Module, name: str, layer: nn.Module, role: str) -> str:
     return f"{name} ({type(layer).__name__})" if layer is not module else f"the {role} {type(layer).__name__}"
+
+
+def _values(tensor: Tensor) -> Tensor:
+    """The numbers that a tensor holds, in a form that torch can test."""
+    held = (tensor._values() if tensor.is_sparse else tensor).detach()
+    return held.float() if held.element_size() == 1 else held  # torch tests no 8-bit numbers
 
 
 def _hook(tensor: Tensor, then: Callable[[Tensor], None]) -> Any:

@@ -27,7 +27,7 @@ from hotlap.store.run_folder import RunFolder, RunLock
 from hotlap.store.tensors import copied_to_host
 
 KEPT_BYTES = 8 * MIB
-"""The most weights of which step 0 is kept in memory: copying them takes some milliseconds."""
+"""The most weights, and the most of what functions hold, of which step 0 is kept in memory: a copy takes some ms."""
 
 
 @contextmanager
@@ -244,7 +244,9 @@ class RunSession:
         if rig.steps or self._task.weights_bytes() > KEPT_BYTES:
             return
         with suppress(StoreError, OSError, MemoryError):
-            self._start, self._remembered = export_state(rig, self._exported(state)), rig.python_state()
+            remembered = rig.python_state()
+            if remembered.size <= KEPT_BYTES:
+                self._start, self._remembered = export_state(rig, self._exported(state)), remembered
 
     def put_back(self, *, until: int, or_start: bool = False) -> dict[str, Any]:
         """Put rig and sampler back to the newest checkpoint up to a step; what it kept of the loop.
