@@ -36,18 +36,20 @@ class Table:
     @property
     def is_wide(self) -> bool:
         """Whether it needs the whole width of a page."""
-        columns = [[row[at] for row in self.rows if at < len(row)] for at in range(len(self.head))]
         widths = [
             max([len(name), *(len(cell if isinstance(cell, str) else cell.words) for cell in column)])
-            for name, column in zip(self.head, columns, strict=True)
+            for name, column in zip(self.head, self._columns, strict=True)
         ]
         return sum(widths) + 2 * len(widths) > 76
 
     @property
     def numeric(self) -> tuple[bool, ...]:
         """For each column whether it has numbers."""
-        columns = [[row[at] for row in self.rows if at < len(row)] for at in range(len(self.head))]
-        return tuple(bool(column) and all(isinstance(cell, Figure) for cell in column) for column in columns)
+        return tuple(bool(column) and all(isinstance(cell, Figure) for cell in column) for column in self._columns)
+
+    @property
+    def _columns(self) -> list[list[Cell]]:
+        return [[row[at] for row in self.rows if at < len(row)] for at in range(len(self.head))]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,6 @@ NEAR, CLOSE = 0.02, 0.15
 MOST_BOTH = 3
 """Trainings whose training loss is drawn beside that on validation."""
 ROUND = "round"
-MARKS = {"kept": "+", "rejected": "-", "undecided": "-", "not tried": "–"}
 
 
 # --- numbers -------------------------------------------------------------------------------------------
