@@ -27,7 +27,7 @@ from hotlap.core.errors import TrainingError, first_line
 from hotlap.core.terminal import say
 from hotlap.data.background_fetch import end_with
 from hotlap.guard.signals import EXIT_CODES, StopRequest
-from hotlap.machine.session_end import session_end
+from hotlap.machine.session_end import VARIABLE, session_end
 
 LOOK_S: Final = 0.2
 """Seconds between two looks for a signal."""
@@ -99,7 +99,7 @@ class Processes:
     def __init__(self) -> None:
         self.running: list[Process] = []
         self._session_end = session_end()
-        # Before the processes do, which have margins of their own.
+        # What the processes take to end a step and to save.
         self._lead_s = 0.0 if self._session_end is None else self._session_end.margin_s
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         # The system kills the forks when the thread that made them ends.
@@ -193,6 +193,7 @@ class Processes:
 def _work(work: Callable[[Connection], None], pipe: Connection, threads: int, parent: int) -> NoReturn:
     """The life of a fork."""
     status = 1
+    os.environ[VARIABLE] = "off"  # the parent sees to the end of the session, for all at once
     try:
         end_with(parent)
         for number in (signal.SIGTERM, signal.SIGCHLD):
