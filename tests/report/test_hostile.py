@@ -3,10 +3,13 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from finished_runs import fitted, tuned
@@ -14,7 +17,7 @@ from finished_runs import fitted, tuned
 from hotlap.core.errors import StoreError
 from hotlap.report import report_of, write_report
 from hotlap.report.document import Chart, Code, Report, Section, Table, Text, Tile
-from hotlap.report.reading import is_at_work, runs_in
+from hotlap.report.reading import is_at_work, read_run, runs_in
 from hotlap.report.rendering import as_json, html, markdown
 from hotlap.report.runs import list_runs
 
@@ -249,6 +252,28 @@ def test_looking_at_a_run_keeps_the_lock_of_this_process(tmp_path, forks):
     lock.release()
     assert not is_at_work(tmp_path)  # though this process lives on
     assert forks.run("-c", again, cwd=tmp_path).returncode == 0
+
+
+def test_folders_that_are_another_users_own_end_no_list(runs):
+    folder = Path(tempfile.mkdtemp())  # the folders of pytest are its user's own
+    try:
+        folder.chmod(0o755)
+        for name in ("fit", "many/0000", "private", "many/0001"):
+            shutil.copytree(runs / "fit", folder / name)
+        for name in ("private", "many/0001"):
+            (folder / name).chmod(0)
+        user = os.geteuid()
+        if user == 0:
+            os.seteuid(65534)  # root may look everywhere
+        try:
+            assert {path.name for path in runs_in(folder)} == {"fit", "many"}
+            assert [one.name for one in read_run(folder / "many").trainings] == ["job 1"]
+        finally:
+            os.seteuid(user)
+    finally:
+        for name in ("private", "many/0001"):
+            (folder / name).chmod(0o700)
+        shutil.rmtree(folder)
 
 
 def test_runs_inside_of_runs_and_other_folders_are_no_runs_of_their_own(runs, tmp_path):

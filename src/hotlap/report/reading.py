@@ -129,12 +129,12 @@ class RunFiles:
 
 
 def kind_of_run(path: Path) -> str | None:
-    """What kind of run a folder holds; None where it holds none."""
-    if (path / "options.toml").is_file():
+    """What kind of run a folder holds; None where it holds none, or may not be looked into."""
+    if _is_file(path / "options.toml"):
         return RECIPE
-    if (path / "search.json").is_file():
+    if _is_file(path / "search.json"):
         return SEARCH
-    if not (path / "plan.toml").is_file():
+    if not _is_file(path / "plan.toml"):
         return MANY if _jobs(path) else None
     if any((path / name).exists() for name in ("trees.json", "grown.jsonl", "boosters")):
         return TREES
@@ -304,9 +304,17 @@ def _jobs(path: Path) -> list[Path]:
 
 def _folders(path: Path) -> list[Path]:
     try:
-        return sorted(one for one in path.iterdir() if (one / "plan.toml").is_file())
+        return sorted(one for one in path.iterdir() if _is_file(one / "plan.toml"))
     except OSError:
         return []
+
+
+def _is_file(path: Path) -> bool:
+    """Whether a file is there; not where the folder is another user's own."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def _ledger(file: Path, problems: list[str]) -> Ledger | None:
