@@ -178,6 +178,33 @@ def test_what_functions_hold_is_copied_only_if_it_is_small():
     assert "it begins between step 12 and here" in words_of(model=model, loss=loss)
 
 
+def test_steps_that_take_another_course_when_made_again_name_no_origin():
+    class Clocked(nn.Tanh):
+        def forward(self, x):
+            return super().forward(x) * (math.nan if next(count) >= 15 else 1.0)
+
+    count = iter(range(10**6))  # goes on, whatever is put back
+    model = Layers()
+    model[1] = Clocked()
+    found = words_of(model=model)
+    assert "it begins between step 12 and here" in found
+    assert "(Clocked)" not in found
+
+
+def test_an_update_that_was_skipped_before_is_no_origin():
+    x, y = floats()
+    x[3, 2] = math.nan
+    found = words_of(
+        data=(x, y),
+        skip_nonfinite=True,
+        loss=lambda model, batch: 1e3 * nn.functional.cross_entropy(model(batch[0]), batch[1]),
+        optimizer=lambda weights: torch.optim.SGD(weights, lr=5e-5),
+        schedule=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda made: 1.0 if made < 8 else 1e42),
+    )
+    assert "it begins at step 11, epoch 2, batch 5 of 6" in found
+    assert "the update makes" in found
+
+
 def test_8_bit_and_sparse_numbers_can_be_asked():
     bad = torch.tensor([1.0, math.nan])
     for form in (torch.Tensor.to_sparse, lambda one: one.to(torch.float8_e4m3fn), lambda one: one.half()):

@@ -41,11 +41,21 @@ class Origin:
 
 
 def find_origin(
-    rig: Rig, order: Order, windows: Iterable[Window], *, until: int, most_s: float, ended: Callable[[], None]
+    rig: Rig,
+    order: Order,
+    windows: Iterable[Window],
+    *,
+    good: int,
+    skips: bool,
+    until: int,
+    most_s: float,
+    ended: Callable[[], None],
 ) -> Origin | None:
     """Make these updates again, up to step `until`, and watch every layer; None if all numbers stay finite.
 
-    Waits for the device after each layer. Gives up after `most_s` seconds. Calls `ended` after each good update.
+    Before step `good` they were finite: None too if they are not now, since that is another course. Skipped updates
+    are origins only with `skips`. Waits for the device after each layer. Gives up after `most_s` seconds. Calls `ended`
+    after good updates.
     """
     watch, ends_s = _Watch(rig), time.perf_counter() + most_s
     for window in windows:
@@ -59,8 +69,11 @@ def find_origin(
         before = rig.skipped
         with watch.hooks(len(window.pieces) == 1):
             loss = float(rig.advance(window))
-        found = watch.verdict(loss, rig.skipped > before)
-        if found is not None:
+        was_skipped = rig.skipped > before
+        found = watch.verdict(loss, was_skipped)
+        if found is not None and (skips or not was_skipped):
+            if step < good:
+                return None
             where, values, rows = found
             # Without samples that raised, rows are not those of the order.
             samples = [indices[row] for row in rows] if rows and window.samples == len(indices) else indices

@@ -36,12 +36,13 @@ class NotFinite:
         self._counted, self._row = (self._rig.steps, 0), 0
         """Steps and skipped updates when they were last counted; updates that were skipped in a row."""
         self._good = self._rig.steps
-        """The last step at which the loss was finite."""
+        """The last step up to which every loss is known to have been finite."""
 
     def warn_of_loss(self, record: dict[str, Any]) -> None:
         """Warn once of a training loss that is not finite."""
         if math.isfinite(record["train_loss"]):
-            self._good = record["step"]
+            if not self._rig.guards.may_skip:  # a skipped loss does not count
+                self._good = record["step"]
             return
         if self._warned:
             return
@@ -95,7 +96,7 @@ class NotFinite:
         elif not may_stay:
             rig.use(before, why="there is no checkpoint with finite weights")
             return None
-        self._counted, self._row = (rig.steps, rig.skipped), 0
+        self._counted, self._row, self._good = (rig.steps, rig.skipped), 0, min(self._good, rig.steps)
         changes = {} if in_force is None else in_force.changes(plan)
         words = ", ".join(f"{name} {was} → {now}" for name, (was, now) in changes.items())
         left = f"with {words}" if words else "without moves on trial"
@@ -175,9 +176,9 @@ class NotFinite:
         return self._search(until, history) if self._put_back(until) is not None else None
 
     def _origin_from_here(self) -> Origin | None:
-        return self._search(self._rig.steps + IN_A_ROW, {})
+        return self._search(self._rig.steps + IN_A_ROW, {}, skips=True)
 
-    def _search(self, until: int, history: dict[int, dict[str, Any]]) -> Origin | None:
+    def _search(self, until: int, history: dict[int, dict[str, Any]], *, skips: bool = False) -> Origin | None:
         """Make steps again from where the rig stands, operation by operation."""
         task, rig = self._task, self._rig
         plan = rig.plan
@@ -192,7 +193,8 @@ class NotFinite:
 
         windows = rig.windows(epochs=task.job.epochs, steps=task.job.steps, room=lambda: 1)
         try:
-            return find_origin(rig, task.dataset.order, windows, until=until, most_s=left_s, ended=ended)
+            order, good = task.dataset.order, self._good
+            return find_origin(rig, order, windows, good=good, skips=skips, until=until, most_s=left_s, ended=ended)
         finally:
             rig.use(plan)
 
