@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import hotlap
+from hotlap.engine.rig import Rig
 
 SAMPLES, BATCH, EPOCHS, STUCK = 48, 8, 3, 20
 
@@ -198,6 +199,24 @@ def test_a_deadlock_in_a_model_is_reported_and_kept_in_the_folder_while_it_hangs
     assert kinds(run) == ["hang"]
     assert "the training waits for a lock or another thread" in kept[0]["why"]
     assert "thread MainThread" in kept[0]["why"]
+
+
+def test_a_training_that_does_not_let_go_of_its_workers_at_the_end_is_reported_and_leaves_no_thread(
+    released, monkeypatch
+):
+    own, before = Rig.close, threading.active_count()
+
+    def close(rig):
+        if released.held.locked():
+            with released.held:
+                pass
+        own(rig)
+
+    monkeypatch.setattr(Rig, "close", close)
+    run = trained(Numbers())
+    assert kinds(run) == ["hang"]
+    assert any("the training waits for a lock or another thread" in line for line in released.told)
+    assert threading.active_count() == before
 
 
 def open_ledger():

@@ -260,12 +260,14 @@ def _plan_of_run(folder: str | Path) -> Chosen:
 
 def _let_go(task: Task, session: RunSession | None) -> None:
     """Wait for the last checkpoint, then let go of workers, console and lock, however it ended."""
-    if session is not None:
-        session.saver.finish()
-    task.rig.close()
-    task.voice.console.close()
-    if session is not None:
-        session.lock.release()
+    try:
+        if session is not None:
+            session.saver.finish()
+        task.rig.close()
+        task.voice.console.close()
+    finally:
+        if session is not None:
+            session.end()
 
 
 # --- A model that was trained before on the same data, code and settings is loaded, not trained again ----

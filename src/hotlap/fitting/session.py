@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -212,6 +212,7 @@ class RunSession:
         self._task = task
         self.folder = folder
         self.lock = RunLock(folder.path)
+        self._contexts = ExitStack()
         self.checkpoints = Checkpoints(folder.path / "checkpoints")
         self.saver = Saver(
             self.checkpoints,
@@ -225,6 +226,15 @@ class RunSession:
         """The files of a checkpoint of step 0, if they were kept in memory."""
         self._remembered: PythonState | None = None
         """What modules, the optimizer and functions remembered at step 0."""
+
+    def until_it_ends(self, context: AbstractContextManager[object]) -> None:
+        """Enter a context; the end of the session leaves it."""
+        self._contexts.enter_context(context)
+
+    def end(self) -> None:
+        """Leave the folder to others."""
+        self._contexts.close()
+        self.lock.release()
 
     def save(self, state: ProgressState, *, wait: bool = False) -> None:
         """Make a checkpoint of where the rig stands; it is written beside the training unless that is to `wait`."""

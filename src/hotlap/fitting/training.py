@@ -48,8 +48,8 @@ def train(task: Task, session: RunSession, state: ProgressState) -> str:
     live = loop.live
     try:
         sampler = Sampler(session.folder.path, live.read, live.state)
-        watch = watch_for_hangs(task, session, state)
-        with sampler, deaths_raised_by_the_feed(), watch, StopRequest(end) as stop:
+        session.until_it_ends(watch_for_hangs(task, session, state))
+        with sampler, deaths_raised_by_the_feed(), StopRequest(end) as stop:
             try:
                 stopped = live.stopped = loop.steps(stop)
             except Exception as error:
