@@ -146,7 +146,7 @@ def test_commands_and_options_that_a_text_names_exist(page):
             wrong.append(named)
             continue
         options = {option for one in known.params for option in one.opts}
-        if command in ("train", "batch", "workers", "memory"):
+        if command in ("train", "batch", "workers", "memory", "diagnose"):
             chosen = [recipe_named(name).options_type for name in NAMES]
             options |= {"--" + name.replace("_", "-") for one in chosen for name in one.__dataclass_fields__}
         script = next((at for at, word in enumerate(words) if word.endswith(".py")), len(words))

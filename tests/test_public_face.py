@@ -41,6 +41,7 @@ PUBLIC = {
     "__version__",
     "batch",
     "decoded",
+    "diagnose",
     "fit",
     "fit_many",
     "gpus",

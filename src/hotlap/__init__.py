@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not run what is bel
     from hotlap.fitting.fit import fit as fit
     from hotlap.fitting.run import Run as Run
     from hotlap.kit.calls import batch as batch
+    from hotlap.kit.calls import diagnose as diagnose
     from hotlap.kit.calls import gpus as gpus
     from hotlap.kit.calls import memory as memory
     from hotlap.kit.calls import workers as workers
@@ -80,6 +81,7 @@ _HOME = {
     "Windows": "hotlap.data.windows",
     "batch": "hotlap.kit.calls",
     "decoded": "hotlap.data.pictures",
+    "diagnose": "hotlap.kit.calls",
     "fit": "hotlap.fitting.fit",
     "fit_many": "hotlap.searching.many",
     "gpus": "hotlap.kit.calls",

@@ -4,7 +4,6 @@ Those that a fixture for a whole file makes are processes of their own, as they 
 """
 
 import itertools
-import os
 import subprocess
 import time
 from contextlib import contextmanager
@@ -25,13 +24,13 @@ class Forks:
         """The first looks, `after` of them, take processes of their own, as they do for users."""
         self._forks, self._real = forks, after
 
-    def run(self, command, *, cwd, stdin, stdout, stderr, timeout, check):
+    def run(self, command, *, cwd, stdin, stdout, stderr, timeout, check, env):
         self._real -= 1
         if self._real >= 0:
             return subprocess.run(
-                command, cwd=cwd, stdin=stdin, stdout=stdout, stderr=stderr, timeout=timeout, check=check
+                command, cwd=cwd, stdin=stdin, stdout=stdout, stderr=stderr, timeout=timeout, check=check, env=env
             )
-        done = self._forks.run(*command[1:], cwd=cwd, timeout_s=timeout, environment=os.environ)
+        done = self._forks.run(*command[1:], cwd=cwd, timeout_s=timeout, environment=env)
         stdout.write((done.stdout + done.stderr).encode())
         return done
 

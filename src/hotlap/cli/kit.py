@@ -1,4 +1,4 @@
-"""`hotlap batch`, `hotlap workers` and `hotlap memory`: questions about a training, answered by its own updates."""
+"""`hotlap batch`, `workers`, `memory` and `diagnose`: questions about a training, answered by its own updates."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ QUIET = typer.Option(False, "--quiet", help="Show no progress.")
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    for command in (batch, workers, memory):
+    for command in (batch, workers, memory, diagnose):
         app.command(context_settings={"allow_interspersed_args": False})(command)
 
 
@@ -142,6 +142,34 @@ def on_every_gpu(training: list[str] | None, module: bool, *, seconds: float, as
     with _users_errors():
         found = find(_words(training, module), seconds=seconds, progress=not quiet)
     _print(found, as_json)
+
+
+def diagnose(
+    training: list[str] = typer.Argument(
+        None,
+        metavar="TRAINING|RUN|PID",
+        help="train.py ARGS; -m MODULE ARGS; module:job; a recipe with its options; the folder of a run; "
+        "or a running process by its number. Options behind it belong to the training.",
+    ),
+    module: bool = MODULE,
+    seconds: float = typer.Option(
+        60.0, min=1.0, metavar="SECONDS", help="Most seconds to watch and to try, after the first update."
+    ),
+    as_json: bool = JSON,
+    quiet: bool = QUIET,
+) -> None:
+    """Find what is wrong with a training, and what to change.
+
+    The costliest comes first. hotlap watches some updates of a training as it is, in a copy of its folder.
+    """
+    from hotlap.kit.calls import diagnose as find
+
+    with _users_errors():
+        found = find(_words(training, module), seconds=seconds, progress=not quiet)
+    if as_json:
+        show_json(found.to_dict())
+    else:
+        show(*found.summary().split("\n"), wrap=False)
 
 
 def _words(training: list[str] | None, module: bool) -> list[str]:

@@ -1,4 +1,4 @@
-"""`hotlap.batch`, `workers`, `memory` and `gpus`, for a Job or for a training that a command line names."""
+"""`hotlap.batch`, `workers`, `memory`, `gpus` and `diagnose`, for a Job or a training that a command line names."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from typing import TYPE_CHECKING
 from hotlap.core.errors import HotlapError, UsageError, did_you_mean, shown
 from hotlap.core.job import Job
 from hotlap.core.terminal import Say, say, silent
+from hotlap.kit import diagnose as diagnoses
 from hotlap.kit.batch import MOST_S, BatchFound, batch_of_job, batch_of_script
 from hotlap.kit.gpus import GpusFound, gpus_of_job, gpus_of_script
 from hotlap.kit.memory import MemoryFound, memory_of_job, memory_of_script
 from hotlap.kit.workers import WorkersFound, workers_of_job, workers_of_script
 from hotlap.machine.limits import warn_if_busy
+from hotlap.monitor.aftermath import diagnose_process, diagnose_run
+from hotlap.monitor.findings import Findings
 from hotlap.trees.job import TreeJob
 
 if TYPE_CHECKING:
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
 
 
 COMMANDS_OWN = frozenset({"seconds", "most", "json", "quiet", "picture", "job"})
-"""Options of `hotlap batch`, `workers`, `memory` and `gpus`, which stand before the training."""
+"""Options of `hotlap batch`, `workers`, `memory`, `gpus` and `diagnose`, which stand before the training."""
 
 Training = Job | str | Sequence[str]
 """A job, or the words behind `hotlap batch`, in one string or a list."""
@@ -81,6 +84,28 @@ def gpus(training: Training, *, seconds: float = MOST_S, progress: bool = True) 
     if chosen.target is not None:
         return gpus_of_script(chosen.target, seconds=seconds, say=show_progress)
     return gpus_of_job(chosen.make_job(), name=chosen.name, say=show_progress)
+
+
+def diagnose(training: Training | int | Path, *, seconds: float = diagnoses.MOST_S, progress: bool = True) -> Findings:
+    """Find what is wrong with a training, what that costs, and what to change, the costliest first.
+
+    Takes a training as `batch` does, the folder of a run, or the number of a process. hotlap watches some updates of a
+    training, and an evaluation if one comes within `seconds`. A job is as before afterwards; of a script a copy runs.
+    """
+    one = training[0] if isinstance(training, (list, tuple)) and len(training) == 1 else training
+    if isinstance(one, int) and not isinstance(one, bool):
+        return diagnose_process(one)
+    if isinstance(one, (str, Path)):
+        if Path(one).is_dir() and not (Path(one) / "__main__.py").exists():
+            return diagnose_run(Path(one))
+        if str(one).isdecimal() and len(str(one)) < 10:
+            return diagnose_process(int(str(one)))
+    chosen, show_progress = _begun(
+        training if not isinstance(training, (int, Path)) else str(training), seconds, progress
+    )
+    if chosen.target is not None:
+        return diagnoses.diagnose_script(chosen.target, seconds=seconds, say=show_progress)
+    return diagnoses.diagnose_job(chosen.make_job(), name=chosen.name, seconds=seconds, say=show_progress)
 
 
 def _begun(training: Training, seconds: float, progress: bool) -> tuple[Named, Say]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -65,6 +66,15 @@ class ProbeRequest:
     """Whether to checkpoint the repeated blocks of its model."""
     keeps_gradients: bool = False
     """Whether gradients become zero, not None: they stay in memory as in accumulation."""
+    diagnose_s: float | None = None
+    """Seconds for a diagnosis after the first update, if the request is for one."""
+    without: list[str] = field(default_factory=list)
+    """Environment variables that the script runs without, also if it sets them itself."""
+
+    @property
+    def program(self) -> str:
+        """The module that runs the script."""
+        return "hotlap.kit.probe_process" if self.diagnose_s is None else "hotlap.kit.diagnosis_process"
 
     @property
     def has_plan(self) -> bool:
@@ -117,6 +127,8 @@ class ProbeResult:
     """The fields of `Work` of an update, if the request asks for it."""
     model: dict[str, Any] = field(default_factory=dict)
     """The fields of `ModelFacts`, if the request watches memory."""
+    diagnosis: dict[str, Any] = field(default_factory=dict)
+    """The fields of `Observed`, if the request is for a diagnosis."""
     late: str | None = None
     """The line of a script that has made no update in time."""
     why_not: str | None = None
@@ -154,11 +166,11 @@ RUNS = (
 class ScriptEndedError(TrainingError):
     """A script has raised an error."""
 
-    def __init__(self, name: str, why: str, trace: str = "") -> None:
-        """`why` is one line; `trace` holds the lines of its code that led to the error."""
+    def __init__(self, name: str, why: str, trace: str = "", seen: ProbeResult | None = None) -> None:
+        """`why` is one line; `trace` holds the lines of its code that led to the error, `seen` what came before it."""
         lines = [line if line.startswith("  ") else f"  {line}" for line in trace.split("\n") if trace]
         super().__init__("\n".join([f"{name} ended by an error: {why}", *lines]))
-        self.why = why
+        self.why, self.seen = why, seen
 
 
 @contextlib.contextmanager
@@ -185,7 +197,7 @@ def run_probe(target: Target, request: ProbeRequest) -> ProbeResult:
         report, output = folder / "seen.json", folder / "output.txt"
         settings = json.dumps({**asdict(request), "report": str(report)})
         there = target if target.path is None else replace(target, path=copy.path_of(target.path))
-        command = [sys.executable, "-m", "hotlap.kit.probe_process", settings, *there.words]
+        command = [sys.executable, "-m", request.program, settings, *there.words]
         with output.open("wb") as out:
             try:
                 done = subprocess.run(
@@ -196,6 +208,7 @@ def run_probe(target: Target, request: ProbeRequest) -> ProbeResult:
                     stderr=out,
                     timeout=MOST_S,
                     check=False,
+                    env={name: value for name, value in os.environ.items() if name not in request.without},
                 )
             except subprocess.TimeoutExpired:
                 raise TrainingError(f"{target.name} made too few updates in {MOST_S:.0f} s") from None
@@ -212,7 +225,7 @@ def run_probe(target: Target, request: ProbeRequest) -> ProbeResult:
         why = seen.error if seen is not None and seen.error else (last[0] if last else f"exit code {done.returncode}")
         if why.startswith("EOFError"):
             why += " (hotlap runs it with an empty stdin)"
-        raise ScriptEndedError(target.name, why, "" if seen is None else seen.trace)
+        raise ScriptEndedError(target.name, why, "" if seen is None else seen.trace, seen)
     if not is_seen:
         changed = ", ".join(f"{name}={value}" for name, value in request.change.items())
         raise TooShortError(

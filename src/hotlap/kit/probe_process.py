@@ -265,13 +265,17 @@ class ScriptWatch:
                 self._end()
         if self._request.checkpoint and seen.updates == 1:
             self._checkpoint()
+        self._goes_on()
+
+    def _goes_on(self) -> None:
+        """After an update: warm up, time laps, then count memory or work."""
         if self._work is not None:
             self._work_goes_on(self._work)
         elif self._watch is not None:
             self._count_ends()
         elif self._lap is not None:
             self._lap_goes_on(*self._lap)
-        elif seen.updates >= WARM and (self._plan_probe is None or self._plan_probe.has_settled):
+        elif self.seen.updates >= WARM and (self._plan_probe is None or self._plan_probe.has_settled):
             self._begin()
 
     def _lap_goes_on(self, began: float, samples: Counter[int]) -> None:
@@ -684,15 +688,15 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
-def main() -> None:
-    """Probe the script that the command line names."""
+def main(kind: type[ScriptWatch] = ScriptWatch) -> None:
+    """Probe the script that the command line names, by a watch of this kind."""
     end_with_parent()
     settings = json.loads(sys.argv[1])
     words = sys.argv[2:]
     report = Path(settings.pop("report"))
     is_module = words[0] == "-m"
     target = Target(args=words[2:], module=words[1]) if is_module else Target(args=words[1:], path=words[0])
-    watch = ScriptWatch(ProbeRequest(**settings), report, target.name)
+    watch = kind(ProbeRequest(**settings), report, target.name)
     watch.guard.listen()
     sys.exit(abs(run(target, watch)))
 

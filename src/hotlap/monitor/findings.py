@@ -35,6 +35,8 @@ class Finding:
     """The part of a step's time, from 0 to 1; None if it takes none."""
     where: str | None = None
     """The line to look at, as `train.py:31`."""
+    grows_bytes: int | None = None
+    """Bytes by which memory grows with each update; None if it does not."""
     change: str = ""
     """The remedy: a command, or a unified diff of the script; the first lines may be a sentence."""
 
@@ -53,7 +55,7 @@ class Finding:
         if self.cost_s is None:
             return "may end the run"
         part = f", {100 * self.share:.0f} % of a step" if self.share is not None else ""
-        return f"costs {show_about(self.cost_s)}{part}"
+        return f"{show_about(self.cost_s) if self.cost_s else 'no time'}{part}"
 
     def lines(self, number: int = 1) -> list[str]:
         """It as lines for a terminal, with its number in the list."""
@@ -87,6 +89,8 @@ class Findings:
     """What bounds it, with figures, in one line."""
     over: str = ""
     """What the costs are for, as `10 epochs of 250 updates`."""
+    whole_s: float | None = None
+    """Seconds that all of that takes at the measured pace; None if unknown."""
     notes: tuple[str, ...] = ()
     """What hotlap could not look at, and why."""
 
@@ -104,7 +108,8 @@ class Findings:
 
     def _lines(self) -> Iterator[str]:
         count = len(self.found)
-        over = f"; costs are for {self.over}" if self.over and count else ""
+        takes = f", {show_about(self.whole_s)}" if self.whole_s else ""
+        over = f"; costs are for {self.over}{takes}" if self.over and count else ""
         found = f"{count} finding{'s' if count > 1 else ''}{over}" if count else "nothing wrong found"
         bound = f"; {self.bound}" if self.bound and not count else ""
         yield from _wrapped(f"{self.name}: {found}{bound}", 4)

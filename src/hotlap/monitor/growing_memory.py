@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from heapq import nlargest
+from itertools import chain, pairwise
 from types import CellType, FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -22,6 +23,10 @@ TURNS = 8
 FIRST = 2
 """The first that counts: earlier ones may fill caches and masks, which stay."""
 MOST_LISTED = 5
+MOST_SOUGHT = 4
+"""Most tensors whose holder to look for: each look goes through all objects."""
+MOST_COMPARED = 100
+"""Most tensors whose histories to compare."""
 MOST_NODES = 200_000
 """Most nodes of graphs to walk."""
 _NOT_HELD = ("parameters", "optimizer", "gradients")
@@ -96,6 +101,20 @@ class GrowthWatch:
         found.sort(key=lambda one: -one.bytes_an_update)
         found += self._graphs(by_one=bool(found))
         return (found or self._without_line())[:MOST_LISTED]
+
+    @property
+    def graph_steps(self) -> int:
+        """Steps of autograd that each update leaves behind, in one tensor or in many."""
+        return grown(self._nodes) // self._graphs_every
+
+    def graph_holder(self) -> str:
+        """What holds tensors with the longest histories, as `losses of main`; empty if unknown."""
+        found = _tensors_with_graphs()[:MOST_COMPARED]
+        longest = nlargest(
+            3, found, key=lambda one: len(steps_behind([one]))
+        )  # one may be the last loss, held by no list
+        names = Counter(filter(None, map(_holder_of, longest)))
+        return names.most_common(1)[0][0] if names else ""
 
     def _tensors(self) -> list[GrowingMemory]:
         """By line: tensors of at least every second update that still live, from the first updates on.
@@ -217,21 +236,27 @@ def steps_behind(tensors: Iterable[Tensor]) -> set[Any]:
 
 def _holder(keys: Iterable[int]) -> str:
     """The name that holds one of these tensors or its container; empty if unknown."""
-    wanted = set(keys)
+    wanted, sought = set(keys), 0
     for one in gc.get_objects():
         if type(one) is Tensor and one.layout is torch.strided and one.untyped_storage()._cdata in wanted:
-            name = _holder_of(one)
-            if name:
+            name, sought = _holder_of(one), sought + 1
+            if name or sought == MOST_SOUGHT:
                 return name
     return ""
 
 
 def _holder_of(tensor: Tensor) -> str:
-    for container in gc.get_referrers(tensor):
-        name = _name_of(container) if isinstance(container, (list, dict, set, tuple)) else ""
+    containers = _containers_of(tensor)
+    outer = (list_of_lists for one in containers for list_of_lists in _containers_of(one))
+    for container in chain(containers, outer):
+        name = _name_of(container)
         if name:
             return name
     return _name_of(tensor)
+
+
+def _containers_of(thing: Any) -> list[Any]:
+    return [one for one in gc.get_referrers(thing) if isinstance(one, (list, dict, set, tuple, deque))]
 
 
 def _name_of(thing: Any) -> str:

@@ -151,20 +151,33 @@ class Waits:
         a step and is blocked for W, the step takes H + W. Without waits it takes at least H, and at least as long as
         the GPU needs, which worked during W. So at most the lesser of H and W can be saved.
         """
-        usual = self._usual()
-        busy_s = step_s - sum(wait.blocked_s for wait in usual)
-        groups: dict[tuple[str, str | None, str], list[_Usual]] = defaultdict(list)
-        for wait in usual:
-            groups[wait.place.file, wait.place.package, wait.shown].append(wait)
-        costs = [(min(busy_s, sum(wait.blocked_s for wait in group)), group) for group in groups.values()]
-        told = sorted((row for row in costs if row[0] > LEAST * step_s), key=lambda row: row[0], reverse=True)
+        told = [row for row in self._groups(step_s) if row[0] > LEAST * step_s]
         lines = [_line(group, cost_s, step_s) for cost_s, group in told]
         if len(told) > 1:
-            all_s = min(busy_s, sum(wait.blocked_s for _, group in told for wait in group))
+            all_s = min(self._busy_s(step_s), sum(wait.blocked_s for _, group in told for wait in group))
             lines.append(f"together they cost up to {show_seconds(all_s)}; instead, {INSTEAD}")
         elif told:
             lines.append(f"instead, {INSTEAD}")
         return lines
+
+    def costs(self, step_s: float) -> list[tuple[str, int, str, float, float]]:
+        """The most expensive first: file, line, call, times a step, and seconds of a step at most, as in `lines`."""
+        return [
+            (group[0].place.file, group[0].place.line, group[0].shown, sum(wait.times for wait in group), cost_s)
+            for cost_s, group in self._groups(step_s)
+        ]
+
+    def _busy_s(self, step_s: float) -> float:
+        return step_s - sum(wait.blocked_s for wait in self._usual())
+
+    def _groups(self, step_s: float) -> list[tuple[float, list[_Usual]]]:
+        """The usual waits by file, library and call, with what they cost at most, the most expensive first."""
+        busy_s = self._busy_s(step_s)
+        groups: dict[tuple[str, str | None, str], list[_Usual]] = defaultdict(list)
+        for wait in self._usual():
+            groups[wait.place.file, wait.place.package, wait.shown].append(wait)
+        costs = [(min(busy_s, sum(wait.blocked_s for wait in group)), group) for group in groups.values()]
+        return sorted(costs, key=lambda row: row[0], reverse=True)
 
     def _usual(self) -> list[_Usual]:
         """The waits of a usual step, by medians, since a step with an evaluation has many more."""
