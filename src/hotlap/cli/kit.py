@@ -162,10 +162,15 @@ def diagnose(
 
     The costliest comes first. hotlap watches some updates of a training as it is, in a copy of its folder.
     """
-    from hotlap.kit.calls import diagnose as find
+    from hotlap.monitor.aftermath import diagnose_named
 
-    with _users_errors():
-        found = find(_words(training, module), seconds=seconds, progress=not quiet)
+    words = _words(training, module)
+    found = diagnose_named(words[0]) if len(words) == 1 else None  # which needs no torch
+    if found is None:
+        from hotlap.kit.calls import diagnose as find
+
+        with _users_errors():
+            found = find(words, seconds=seconds, progress=not quiet)
     if as_json:
         show_json(found.to_dict())
     else:

@@ -20,7 +20,7 @@ from hotlap.kit.gpus import GpusFound, gpus_of_job, gpus_of_script
 from hotlap.kit.memory import MemoryFound, memory_of_job, memory_of_script
 from hotlap.kit.workers import WorkersFound, workers_of_job, workers_of_script
 from hotlap.machine.limits import warn_if_busy
-from hotlap.monitor.aftermath import diagnose_process, diagnose_run
+from hotlap.monitor.aftermath import diagnose_named
 from hotlap.monitor.findings import Findings
 from hotlap.trees.job import TreeJob
 
@@ -93,13 +93,9 @@ def diagnose(training: Training | int | Path, *, seconds: float = diagnoses.MOST
     training, and an evaluation if one comes within `seconds`. A job is as before afterwards; of a script a copy runs.
     """
     one = training[0] if isinstance(training, (list, tuple)) and len(training) == 1 else training
-    if isinstance(one, int) and not isinstance(one, bool):
-        return diagnose_process(one)
-    if isinstance(one, (str, Path)):
-        if Path(one).is_dir() and not (Path(one) / "__main__.py").exists():
-            return diagnose_run(Path(one))
-        if str(one).isdecimal() and len(str(one)) < 10:
-            return diagnose_process(int(str(one)))
+    found = diagnose_named(one)
+    if found is not None:
+        return found
     chosen, show_progress = _begun(
         training if not isinstance(training, (int, Path)) else str(training), seconds, progress
     )

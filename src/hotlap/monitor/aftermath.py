@@ -19,7 +19,7 @@ from hotlap.core.units import MIB, show_bytes, show_seconds
 from hotlap.machine.problems import Severity
 from hotlap.machine.variables import variable_problems
 from hotlap.monitor.findings import Finding, Findings
-from hotlap.monitor.outside import diagnose_process as diagnose_process
+from hotlap.monitor.outside import diagnose_process
 from hotlap.report.checks import LOOK, checks_of
 from hotlap.report.reading import (
     RECIPE,
@@ -121,6 +121,18 @@ class _Past:
             unpriced="" if cost_s is not None else "its seconds are not known",
             change=change.format(command=self.command),
         )
+
+
+def diagnose_named(named: object) -> Findings | None:
+    """The findings of a run by its folder, or of a process by its number; None for anything else."""
+    if isinstance(named, int) and not isinstance(named, bool):
+        return diagnose_process(named)
+    if isinstance(named, (str, Path)):
+        if Path(named).is_dir() and not (Path(named) / "__main__.py").exists():
+            return diagnose_run(Path(named))
+        if str(named).isdecimal() and len(str(named)) < 10:
+            return diagnose_process(int(str(named)))
+    return None
 
 
 def diagnose_run(folder: Path) -> Findings:
