@@ -21,6 +21,8 @@ from hotlap.kit.diagnose import Tried, diagnose_script, findings_of
 from hotlap.kit.line_sampler import FEEDING, OWN, TORCH, LineSampler, place_of
 from hotlap.kit.observed import EvaluationSeen, LineCost, Observed, Pair
 from hotlap.kit.probe import ProbeResult
+from hotlap.monitor import aftermath
+from hotlap.monitor.findings import Findings
 from hotlap.script.running import Target
 
 # --- a script with several problems ------------------------------------------------------------------------
@@ -202,8 +204,8 @@ def test_a_job_is_diagnosed_and_is_as_before(monkeypatch):
 
 def test_a_folder_is_a_run_and_a_number_is_a_process(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(calls, "diagnose_run", asked.append)
-    monkeypatch.setattr(calls, "diagnose_process", asked.append)
+    for name in ("diagnose_run", "diagnose_process"):
+        monkeypatch.setattr(aftermath, name, lambda one: asked.append(one) or Findings(name="seen"))
     Path("runs").mkdir()
     for one in ("runs", ["runs"], Path("runs"), "4711", ["4711"], 4711):
         calls.diagnose(one)
