@@ -443,7 +443,8 @@ class _Judge:
         # What other findings cost in each update is theirs, though fewer updates pay it less often.
         others = sum(one.update_s for one in (*self._observed.own, *self._observed.waits))
         fewer = 1 - own.batch_size / size
-        saved_s = (own_s - large_s) * own.samples_an_update - fewer * others
+        bare_s = min(self._step_s, own_s * own.samples_an_update)  # of a job, timed apart from its batches
+        saved_s = (1 - large_s / own_s) * bare_s - fewer * others
         for pair in (self._observed.wide, self._observed.on_cpu):  # what is left of it once these are mended
             saved_s *= 1 - pair.saved if pair is not None else 1
         if saved_s < GAIN * self._step_s:
