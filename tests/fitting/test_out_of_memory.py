@@ -7,17 +7,20 @@ and raises torch's own error where they are more than it has.
 import dataclasses
 import functools
 import gc
+import itertools
 import sys
 
 import pytest
 import torch
 from plain import parameters_of
 from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 from hotlap import Job, Plan, Rig, TrainingError, fit, moves
 from hotlap.engine.rig import Place
 from hotlap.engine.step import is_out_of_memory
 from hotlap.fitting.rescue import Rescue
+from hotlap.machine.cuda import GpuProcess
 from hotlap.moves import Move
 from hotlap.tuner import budget
 from hotlap.tuner.gates import Gate, Judgement
@@ -243,6 +246,133 @@ def test_batch_norms_are_never_given_a_piece_of_one_sample():
         trained(Device(64), Blocks(norm=True))
 
 
+# --- fragmentation, other processes ----------------------------------------------------------------------
+
+FRAGMENTED = (
+    f"{MESSAGE}. Of the allocated memory 9.00 MiB is allocated by PyTorch, and 3.00 MiB is reserved by PyTorch but "
+    "unallocated."
+)
+
+
+class Fragmented(Device):
+    """Fails at these calls, with room enough in pieces."""
+
+    def __init__(self, *calls):
+        super().__init__()
+        self.fails = set(calls)
+
+    def __call__(self, model, batch):
+        call = next(counted)
+        if call in self.fails:
+            raise torch.OutOfMemoryError(FRAGMENTED)
+        return super().__call__(model, batch)
+
+
+@pytest.fixture(autouse=True)
+def _calls():
+    """Counted outside of the training, which puts back what its function remembers."""
+    global counted
+    counted = itertools.count()
+
+
+def test_fragmented_memory_is_answered_by_the_same_plan_with_an_empty_cache():
+    large = Device()
+    theirs = trained(large, Blocks(dropout=0.3))
+    small = Fragmented(1)
+    mine = trained(small, Blocks(dropout=0.3))
+    (fault,) = faults(mine)
+    assert (fault.step, fault.what) == (1, "memory freed")
+    assert "torch holds 3.0 MiB in pieces too small for 2.0 MiB, which PYTORCH_CUDA_ALLOC_CONF=" in fault.why
+    assert mine.plan == theirs.plan
+    assert small.seen == large.seen
+    assert_same_weights(mine, theirs)
+
+
+def test_a_plan_that_fails_again_with_an_empty_cache_is_made_smaller():
+    run = trained(Fragmented(1, 2))
+    assert [(entry.step, entry.what) for entry in faults(run)] == [(1, "memory freed"), (1, "checkpoint 0 → 1")]
+
+
+def test_a_plan_is_not_made_again_for_ever():
+    run = trained(Fragmented(0, 2, 4, 6))
+    assert [entry.what for entry in faults(run)] == [*["memory freed"] * 3, "checkpoint 0 → 1"]
+
+
+def test_other_processes_on_the_gpu_are_named_in_the_ledger_and_the_warning(monkeypatch):
+    other = GpuProcess(pid=4711, bytes=10 * 2**30, name="python")
+    monkeypatch.setattr("hotlap.machine.memory_shortage.other_processes", lambda *_: (other,))
+    run = trained(Device(needs(1)))
+    assert "other processes hold memory of this GPU: python (pid 4711) 10.0 GiB" in faults(run)[0].why
+    assert "python (pid 4711) 10.0 GiB" in run.problems[0]
+
+
+# --- evaluation ----------------------------------------------------------------------------------------
+
+
+def test_an_evaluation_out_of_memory_goes_on_with_halves_and_its_figures_are_the_same():
+    """The metric is the last to run, so that what was added before it would count twice."""
+
+    def metric(output, target):
+        if output.shape[0] > most:
+            raise torch.OutOfMemoryError(MESSAGE)
+        return (output.argmax(1) == target).double().mean()
+
+    data = job_for(None).data
+    settings = {"valid": data, "metrics": {"right": metric}, "eval_batch": 24, "epochs": 1}
+    most = 24
+    theirs = trained(Device(), **settings)
+    most = 3
+    mine = trained(Device(), **settings)
+    assert [entry.what for entry in faults(mine)] == [f"evaluation batch {a} → {a // 2}" for a in (24, 12, 6)]
+    for name in ("valid_loss", "right"):
+        assert mine.history[-1][name] == pytest.approx(theirs.history[-1][name], rel=1e-6)
+    assert_same_weights(mine, theirs)
+
+
+def test_batches_of_a_sampler_are_cut_in_an_evaluation_too():
+    x, y = job_for(None).data
+    sampler = BatchSampler(SequentialSampler(range(SAMPLES)), 10, drop_last=False)
+
+    class Own(BatchSampler):  # any class but torch's own makes batches that only it knows
+        pass
+
+    loader = DataLoader(TensorDataset(x, y), batch_sampler=Own(sampler.sampler, 10, drop_last=False))
+    sizes = []
+
+    def forward(model, batch):
+        sizes.append(len(batch[0]))
+        if len(batch[0]) > 6:
+            raise torch.OutOfMemoryError(MESSAGE)
+        return model(batch[0]), batch[1]
+
+    job = job_for(forward)
+    rig = Rig(job.model, job.optimizer, job.loss, forward=forward, device="cpu")
+    rig.evaluate(loader)
+    assert sizes == [10, 5, 5, 5, 5, 4]
+
+
+def test_an_evaluation_of_single_samples_that_does_not_fit_ends_with_one_line():
+    def forward(model, batch):
+        raise torch.OutOfMemoryError(MESSAGE)
+
+    job = job_for(forward)
+    rig = Rig(job.model, job.optimizer, job.loss, forward=forward, device="cpu")
+    with pytest.raises(TrainingError, match="out of memory in an evaluation of one sample at a time: CUDA out of mem"):
+        rig.evaluate(job.data)
+
+
+def test_predictions_come_in_order_from_smaller_batches():
+    class Short(nn.Linear):
+        def forward(self, x):
+            if len(x) > 5:
+                raise torch.OutOfMemoryError(MESSAGE)
+            return super().forward(x)
+
+    rig = Rig(Short(3, 2), lambda p: torch.optim.SGD(p, lr=0.1), nn.CrossEntropyLoss(), device="cpu")
+    x = job_for(None).data[0]
+    torch.testing.assert_close(rig.predict(x), nn.functional.linear(x, rig.model.weight, rig.model.bias).detach())
+
+
 # --- the optimizer -----------------------------------------------------------------------------------
 
 
@@ -404,6 +534,9 @@ def _noting(rigs):
         (torch.OutOfMemoryError(MESSAGE), True),
         (RuntimeError("CUDA error: out of memory"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), True),
+        (MemoryError(), True),
+        (RuntimeError("std::bad_alloc"), True),
         (RuntimeError("out of memory, says the user"), False),
         (ValueError("CUDA out of memory"), False),
     ],

@@ -37,7 +37,9 @@ class FakeNvml:
             "nvmlDeviceGetUUID": lambda gpu: now.uuid,
             "nvmlDeviceGetPciInfo": lambda gpu: SimpleNamespace(domain=0, bus=0x65, device=0),
             "nvmlDeviceGetUtilizationRates": lambda gpu: SimpleNamespace(gpu=now.busy, memory=now.memory_busy),
-            "nvmlDeviceGetMemoryInfo": lambda gpu: SimpleNamespace(used=now.used, total=now.total),
+            "nvmlDeviceGetMemoryInfo": lambda gpu: SimpleNamespace(
+                used=now.used, free=now.total - now.used, total=now.total
+            ),
             "nvmlDeviceGetPowerUsage": lambda gpu: now.power_mw,
             "nvmlDeviceGetEnforcedPowerLimit": lambda gpu: now.limit_mw,
             "nvmlDeviceGetClockInfo": lambda gpu, kind: now.sm,

@@ -119,12 +119,14 @@ def kind_of(value: object) -> str:
 
 
 _ACCOUNT = re.compile(r" GPU \d+ has a total capacity of ")
+_ENFORCED = re.compile(r"^\[enforce fail at [^\]]*\] \w+ == 0\. ")
+"""The place in torch's own source that a full host's error begins with."""
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, or its kind where it has none; of a full GPU without torch's account of it."""
+    """The first line of an error's text, or its kind where it has none; of full memory without torch's account."""
     lines = str(error).strip().splitlines()
-    return _ACCOUNT.split(lines[0].strip())[0] if lines else type(error).__name__
+    return _ENFORCED.sub("", _ACCOUNT.split(lines[0].strip())[0]) if lines else type(error).__name__
 
 
 MOST_COMPARED, MOST_LISTED, LONGEST_COMPARED = 1000, 100, 100

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hotlap.core.errors import HotlapError, TrainingError
+from hotlap.core.errors import HotlapError, TrainingError, first_line
 from hotlap.core.plan import Plan
 from hotlap.core.tricks import REPLAYED_EVALUATION, REWIRED_LAYERS
 from hotlap.data.bad_samples import BadSamples, Thinned
@@ -30,7 +31,9 @@ from hotlap.engine.layout import Layout
 from hotlap.engine.objective import Objective, Totals
 from hotlap.engine.precision import Switches, precision_context
 from hotlap.engine.snapshot import Modes, Randomness
+from hotlap.engine.step import is_out_of_memory, let_go_of_frames
 from hotlap.machine.cuda import free_for_torch
+from hotlap.machine.memory_shortage import shortage
 
 
 class Evaluator:
@@ -45,6 +48,12 @@ class Evaluator:
         self.bad: BadSamples | None = None
         """Lists samples of evaluations that were left out; None if none may be. Predictions leave none out."""
         self._kept: _Kept | None = None
+        self._most: int | None = None
+        """Most samples at once, where more ran out of memory."""
+        self._seen = 0
+        """Samples of the largest batch of the evaluation under way."""
+        self.on_smaller: Callable[[str, str], None] = lambda what, why: None
+        """Called with what became smaller, and why."""
         self._captured: dict[bool, tuple[Plan, CapturedOutputs]] = {}
         """For predictions and for evaluations, with the plan of the last one."""
 
@@ -57,8 +66,8 @@ class Evaluator:
         collate: Any,
         plan: Plan,
     ) -> dict[str, float]:
-        """Loss and metrics by name, computed as the plan asks. A batch that does not fit in memory is halved until it
-        does."""
+        """Loss and metrics by name, computed as the plan asks. Batches that do not fit in memory are halved until they
+        do, for later evaluations too."""
         scores: dict[str, float] = self._without_a_trace(
             lambda dataset, feeding: self._scores(dataset, feeding, metrics, plan),
             data,
@@ -95,17 +104,34 @@ class Evaluator:
                 try:
                     with torch.no_grad(), Switches(plan.numerics, plan.execution, device):
                         return work(dataset, feeding)
-                except torch.OutOfMemoryError:
-                    if batch_size == 1:
+                except Exception as error:
+                    if not is_out_of_memory(error):
                         raise
-                    batch_size //= 2
-                    torch.cuda.empty_cache()
+                    self._use_less(error)
                 finally:
                     if self._kept is None or self._kept.feeding is not feeding:
                         feeding.close()
         finally:
             modes.restore()
             randomness.restore()
+
+    def _use_less(self, error: Exception) -> None:
+        """Cut batches into halves from here on. The evaluation begins anew, so that nothing counts twice."""
+        before, short = self._seen, shortage(error, self._device)
+        if before <= 1:
+            raise TrainingError(
+                "; ".join(
+                    [f"out of memory in an evaluation of one sample at a time: {first_line(error)}", *short.notes]
+                )
+            ) from None
+        self._most = before // 2
+        let_go_of_frames(error)
+        self._captured = {}
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        why = "; ".join([f"out of memory: {first_line(error)}", *short.notes])
+        self.on_smaller(f"evaluation batch {before:,} → {self._most:,}", why)
 
     def close(self) -> None:
         """End kept workers, and release data and captures."""
@@ -182,8 +208,10 @@ class Evaluator:
         epoch = dataset.order.epoch(0)
         if isinstance(feeding, ResidentFeeding):
             epoch = feeding.held_of(epoch)
-        asked = [epoch.pieces(window, None, tickets=feeding.tickets)[0] for window in range(len(epoch))]
+        windows = range(len(epoch))
+        asked = [piece for window in windows for piece in epoch.pieces(window, self._most, tickets=feeding.tickets)]
         indices = [piece for piece in asked if len(piece)]
+        self._seen = max(map(len, indices), default=0)
         for wanted, piece in zip(indices, feeding.pieces(indices, 0), strict=True):
             samples = len(wanted)
             if isinstance(piece, Thinned):

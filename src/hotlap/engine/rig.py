@@ -137,6 +137,7 @@ class Rig:
         self._cursor: Cursor | None = None
         self._feed_given: tuple[Any, dict[str, Any]] | None = None
         self._evaluator = Evaluator(self.objective, self.device, self._layout)
+        self._evaluator.on_smaller = lambda what, why: self.write_down(what, "fault", why)
         self._follows_user = plan is None
         self.plan = Plan().but(optimizer="fused" if is_fused(self.optimizer) else "plain")
         """The current plan."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -314,15 +315,27 @@ def why_no_gradients() -> str | None:
     return None
 
 
+_CUDA_FULL = "out of memory"
+_FULL = ("CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator: can't allocate memory")
+"""What a RuntimeError says of memory that is too small; for the host's, torch has no class."""
+
+
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error, or the one that it comes from, says that the device's memory was too small."""
+    """Whether an error, or the one that it comes from, says that the memory of the GPU or the host was too small."""
     if error is None:
         return False
-    if isinstance(error, torch.OutOfMemoryError):
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     text = str(error)
-    says = "CUBLAS_STATUS_ALLOC_FAILED" in text or ("CUDA" in text and "out of memory" in text)
+    says = text == "std::bad_alloc" or any(words in text for words in _FULL) or ("CUDA" in text and _CUDA_FULL in text)
     return (isinstance(error, RuntimeError) and says) or is_out_of_memory(error.__cause__)
+
+
+def let_go_of_frames(error: BaseException | None) -> None:
+    """Clear the frames that an error has come through, which hold activations."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def explained(error: Exception, window: Window, model: nn.Module) -> str | None:
@@ -347,7 +360,7 @@ def explained(error: Exception, window: Window, model: nn.Module) -> str | None:
                 "(output, target) give a loss module, or loss=lambda model, batch: f(model(batch[0]), batch[1])"
             )
         return None
-    if isinstance(error, torch.OutOfMemoryError):
+    if is_out_of_memory(error):
         return None
     if (mismatch := _shape_mismatch(text)) is not None:
         return f"{mismatch} (the batch holds {_described(window)})"

@@ -17,15 +17,19 @@ from hotlap.core.errors import TrainingError, first_line
 from hotlap.core.ledger import Ledger
 from hotlap.core.plan import Memory, Plan
 from hotlap.core.torch_private import BatchNormBase
+from hotlap.core.units import show_bytes
 from hotlap.data.resident import PendingRows
 from hotlap.data.sources import tensors_in
 from hotlap.engine.blocks import checkpointed_blocks
 from hotlap.engine.capture.captured_step import CapturedStep
 from hotlap.engine.rig import Place, Rig
 from hotlap.engine.snapshot import Randomness
-from hotlap.engine.step import EagerStep, Window
+from hotlap.engine.step import EagerStep, Window, is_out_of_memory, let_go_of_frames
 from hotlap.fitting.task import Task
+from hotlap.machine.memory_shortage import Shortage, held_bytes, shortage
 
+MOST_AGAIN = 3
+"""Windows of a plan that are made again under it once memory was freed: from then on it needs more than there is."""
 TRIES = 2
 """Windows of a shape that have to go through under a plan before it is known to fit: the first update has no state of
 the optimizer beside it yet."""
@@ -56,6 +60,13 @@ class Rescue:
         self._is_half_made = False
         """Whether an update was begun and not ended, so that the weights are of no step."""
         self._tried: list[str] = []
+        self._short, self._freed_bytes = Shortage(), 0
+        """Why memory ran out last, and what the garbage collector freed then."""
+        self._again: Counter[Plan] = Counter()
+        self._fetches = 0
+        """How often batches since the last step were fetched again."""
+        self._is_again = False
+        """Whether the window in hand is made again under the same plan."""
 
     def begins(self, window: Window) -> None:
         """Remember the state before the step of this window."""
@@ -70,7 +81,8 @@ class Rescue:
         if self._before is not None:
             self._here[self._shape] += 1
             self._before = None
-            self._tried.clear()
+        self._tried.clear()
+        self._is_again, self._fetches = False, 0
 
     def undo(self, error: Exception, window: Window) -> Place:
         """Leave nothing of a step that ran out of memory; the place in the data from which to go on.
@@ -80,7 +92,8 @@ class Rescue:
         rig = self._rig
         made, updating = _how_far(error)
         before, self._before = (self._before if not made else None), None
-        _let_go_of_frames(error)
+        self._short = shortage(error, rig.device)
+        let_go_of_frames(error)
         if updating and (before is None or not before.can_update_again(rig.optimizer)):
             self._is_half_made = True
             raise TrainingError(
@@ -92,9 +105,47 @@ class Rescue:
             parameter.grad = None
         self._put_back(before, window, made)
         del before  # which holds copies of what was on the device
+        held = held_bytes(rig.device)
         gc.collect()
+        self._freed_bytes = held - held_bytes(rig.device)
         _empty_cache(rig.device)
         return rig.place
+
+    def why_again(self, error: Exception) -> str | None:
+        """Why the same plan may fit now that memory was freed; None if it has to be a smaller one.
+
+        Each window is made again only once like this, and a plan a few times at most.
+        """
+        rig, short = self._rig, self._short
+        asked = short.asked_bytes
+        if self._is_again or self._again[rig.plan] == MOST_AGAIN or not asked:
+            return None
+        if not short.is_fragmented and self._freed_bytes < asked:
+            return None
+        self._is_again = True
+        self._again[rig.plan] += 1
+        freed = [] if self._freed_bytes < asked else [f"{show_bytes(self._freed_bytes)} was garbage, and is free now"]
+        why = "; ".join([f"out of memory: {first_line(error)}{self._left}", *freed, *short.notes])
+        rig.write_down("memory freed", "fault", why)
+        return why
+
+    def fetches_again(self, error: Exception) -> bool:
+        """Whether to fetch a batch again that memory ran out for: steps fill it while the next batches are fetched.
+
+        Raises TrainingError where that has not helped.
+        """
+        if not is_out_of_memory(error):
+            return False
+        if self._fetches == MOST_AGAIN:
+            raise TrainingError(
+                f"out of memory at step {self._rig.steps:,} while its batch is fetched, {MOST_AGAIN + 1} times: "
+                f"{first_line(error)}; use smaller batches or samples, or a machine with more memory"
+            ) from None
+        self._fetches += 1
+        let_go_of_frames(error)
+        gc.collect()
+        self._rig.write_down("batch fetched again", "fault", f"out of memory: {first_line(error)}")
+        return True
 
     def step_back(self, error: Exception, window: Window) -> str | None:
         """Put the training back to before the update that an error ended; why that cannot be done, or None.
@@ -129,13 +180,19 @@ class Rescue:
         smaller = _smaller(rig, max(window.sizes))
         if smaller is None:
             raise TrainingError(
-                f"out of memory at step {rig.steps:,}, whatever was tried ({'; '.join(self._tried)}): {line}; use a "
-                "smaller model, shorter samples or a GPU with more memory"
+                "; ".join(
+                    [
+                        f"out of memory at step {rig.steps:,}, whatever was tried ({'; '.join(self._tried)}): {line}",
+                        *self._short.notes,
+                        "use a smaller model, shorter samples or a GPU with more memory",
+                    ]
+                )
             ) from None
-        rig.use(smaller, why=f"out of memory: {line}{self._left}", outcome="fault")
+        why = "; ".join([f"out of memory: {line}{self._left}", *self._short.notes])
+        rig.use(smaller, why=why, outcome="fault")
         rig.release_other_plans()
         _empty_cache(rig.device)
-        return _described(smaller.memory)
+        return "; ".join([_described(smaller.memory), *self._short.notes])
 
 
 class _Before:
@@ -211,13 +268,6 @@ def _how_far(error: BaseException | None) -> tuple[int, bool]:
                 made = max(made, frame.f_locals.get("number", 0))
         error = error.__cause__
     return made, updating
-
-
-def _let_go_of_frames(error: BaseException | None) -> None:
-    """The calls that an error has come through hold activations; it is told all the same."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
 
 
 def _empty_cache(device: torch.device) -> None:

@@ -273,6 +273,10 @@ class _Loop:
             return
         if not is_short:
             raise error
+        if (again := self._rescue.why_again(error)) is not None:
+            self._voice.warn(f"out of memory at step {rig.steps:,}, made again under the same plan: {again}")
+            rig.place = place
+            return
         self.tuner.ended()
         less = self._rescue.use_less(error, window)
         self._voice.warn(f"out of memory at step {rig.steps:,}; from here on: {less}")
@@ -312,7 +316,10 @@ class _Loop:
                 window = next(windows)
             except StopIteration:
                 return
-            except (RuntimeError, ConnectionError, EOFError) as error:
+            except (RuntimeError, MemoryError, ConnectionError, EOFError) as error:
+                if self._rescue.fetches_again(error):
+                    windows = self._all_windows()
+                    continue
                 # A signal to the whole group ends the loader's workers too, and torch complains of that first.
                 if stop.comes_within(SIGNAL_S):
                     return

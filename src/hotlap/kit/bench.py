@@ -9,7 +9,6 @@ import copy
 import dataclasses
 import gc
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -31,7 +30,7 @@ from hotlap.data.sources import tensors_in
 from hotlap.engine.capture.recording import release_cublas_workspaces
 from hotlap.engine.rig import Rig
 from hotlap.engine.snapshot import Modes, Randomness
-from hotlap.engine.step import Window, is_out_of_memory
+from hotlap.engine.step import Window, is_out_of_memory, let_go_of_frames
 from hotlap.fitting.task import OFF, set_up
 from hotlap.kit.probe import ProbeResult
 from hotlap.kit.samples import longest_first
@@ -122,10 +121,10 @@ class Bench:
         try:
             work()
         except Exception as error:
-            if not is_out_of_memory(error) and not isinstance(error, MemoryError) and not _is_cpu_full(error):
+            if not is_out_of_memory(error):
                 raise
             why = first_line(error)
-            _let_go_of_frames(error)
+            let_go_of_frames(error)
             self.rig.optimizer.state.clear()  # some of it may be missing
             self.tidy()
             return why
@@ -451,15 +450,3 @@ def room_on(device: torch.device) -> int:
         return read_memory().free_bytes
     free, held = torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device)
     return min(usable_bytes(device), free + held)
-
-
-def _is_cpu_full(error: BaseException) -> bool:
-    """Whether torch found no memory on the host, for which it has no error class."""
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate" in str(error)
-
-
-def _let_go_of_frames(error: BaseException | None) -> None:
-    """Clear the frames of an error, which hold activations."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__

@@ -143,7 +143,7 @@ class ScriptWatch:
         self._patches.take_out_all()
         if error is not None and not isinstance(error, SystemExit):
             line = _line_of(error) if isinstance(error, Exception) else "it was interrupted"
-            is_full = isinstance(error, MemoryError) or is_out_of_memory(error)
+            is_full = is_out_of_memory(error)
             own = [frame for frame in traceback.extract_tb(at) if is_users_file(frame.filename)]
             self.seen.out_of_memory = line if is_full else None
             kind_of = "" if isinstance(error, HotlapError) else f"{type(error).__name__}: "  # its message is complete

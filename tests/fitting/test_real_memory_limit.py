@@ -1,0 +1,119 @@
+"""A real limit of the process's memory: torch's CPU allocator fails, and `fit` answers as it does on a GPU."""
+
+import json
+
+import pytest
+
+PROGRAM = """
+import gc, json, resource, sys, threading
+import torch
+from torch import nn
+from hotlap import Job, fit
+from hotlap.machine.memory_shortage import held_bytes
+
+room_mib, what = int(sys.argv[1]), sys.argv[2]
+torch.set_num_threads(1)
+threading.stack_size(2**20)  # or each thread of the run takes 8 MiB
+WIDTH, SAMPLES = 128, 8192
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(8))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        if what == "garbage" and gc.isenabled():
+            pile()
+        for block in self.blocks:
+            x = block(x)
+        if what == "evaluate" and not self.training:
+            x = x.repeat(1, 16).view(len(x), 16, WIDTH).mean(1)  # an evaluation that needs more than training
+        return self.head(x)
+
+
+def pile():
+    "128 MiB in a cycle, which only the garbage collector finds."
+    gc.disable()
+    cycle = [torch.zeros(128 * 2**18)]
+    cycle.append(cycle)
+
+
+def limit(mib):
+    torch.zeros(2**20)
+    cpu = torch.device("cpu")
+    resource.setrlimit(resource.RLIMIT_DATA, (held_bytes(cpu) + mib * 2**20, resource.RLIM_INFINITY))
+
+
+x = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(1))
+y = torch.randint(3, (SAMPLES,), generator=torch.Generator().manual_seed(2))
+valid = {"valid": (x, y), "metrics": ["accuracy"]} if what == "evaluate" else {}
+
+
+def train():
+    job = Job(
+        model=Net(), data=(x, y), loss=nn.CrossEntropyLoss(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+        batch_size=4096, epochs=2, device="cpu", **valid,
+    )
+    run = fit(job, plan="off", progress=False, save_every=0)
+    faults = [(entry.step, entry.what, entry.why) for entry in run.ledger if entry.outcome == "fault"]
+    last = {name: value for name, value in run.history[-1].items() if name.endswith(("loss", "accuracy"))}
+    return run.model, {"faults": faults, "last": last, "steps": run.steps, "samples": run.samples}
+
+
+gc.disable()
+warm = Net()
+nn.functional.cross_entropy(warm(x[:64]), y[:64]).backward()
+torch.optim.SGD(warm.parameters(), lr=0.1).step()
+gc.enable()
+limit(room_mib)
+small, answered = train()
+resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+large, undisturbed = train()
+apart = max(float((a - b).abs().max()) for a, b in zip(small.parameters(), large.parameters()))
+print(json.dumps([answered, undisturbed, apart]))
+"""
+
+
+@pytest.fixture
+def trained(forks, tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+
+    def run(room_mib, what):
+        made = forks.run("program.py", room_mib, what, cwd=tmp_path, OMP_NUM_THREADS="1")
+        assert made.returncode == 0, made.stderr
+        return json.loads(made.stdout.splitlines()[-1])
+
+    return run
+
+
+def test_a_step_that_the_host_has_no_memory_for_is_made_again_with_less(trained):
+    small, large, apart = trained(32, "train")
+    assert large["faults"] == []
+    assert all("DefaultCPUAllocator: can't allocate memory" in why for _, _, why in small["faults"])
+    whats = [what for _, what, _ in small["faults"] if what != "batch fetched again"]
+    assert whats[0] == "checkpoint 0 → 1"
+    assert any("micro_batch" in what for what in whats), whats
+    assert (small["steps"], small["samples"]) == (large["steps"], large["samples"]) == (4, 16384)
+    assert small["last"]["train_loss"] == pytest.approx(large["last"]["train_loss"], rel=1e-5)
+    assert apart < 1e-5
+
+
+def test_an_evaluation_that_the_host_has_no_memory_for_uses_smaller_batches_and_gives_the_same_figures(trained):
+    small, large, apart = trained(100, "evaluate")
+    assert small["faults"][0][:2] == [2, "evaluation batch 8,192 → 4,096"]
+    whats = [what for _, what, _ in small["faults"]]
+    assert len(whats) == len(set(whats)), "the second evaluation begins with the smaller batches"
+    assert small["last"]["accuracy"] == large["last"]["accuracy"]
+    assert small["last"]["valid_loss"] == pytest.approx(large["last"]["valid_loss"], rel=1e-6)
+    assert apart == 0
+
+
+def test_memory_that_the_garbage_collector_frees_is_enough_for_the_same_plan(trained):
+    small, _, apart = trained(150, "garbage")
+    (fault,) = small["faults"]
+    assert fault[:2] == [0, "memory freed"]
+    assert "128 MiB was garbage, and is free now" in fault[2]
+    assert apart == 0
