@@ -12,9 +12,9 @@ from hotlap.machine.memory_shortage import Shortage, held_bytes, others_among, s
 
 CPU = torch.device("cpu")
 FULL = (
-    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 14.56 GiB of which 1.21 GiB is free. Including "
-    "non-PyTorch memory, this process has 13.35 GiB memory in use. Of the allocated memory 9.70 GiB is "
-    "allocated by PyTorch, and {unused} is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try …"
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 14.56 GiB of which 1.21 GiB is "
+    "free. Including non-PyTorch memory, this process has 13.35 GiB memory in use. Of the allocated memory 9.70 GiB is "
+    "allocated by PyTorch, and {unused} is reserved by PyTorch but unallocated. If reserved but unallocated memory is …"
 )
 
 
