@@ -568,7 +568,7 @@ def test_what_the_failed_try_has_kept_is_let_go_of_before_the_cache_is_emptied(m
     def look(device):
         alive.append([one for one in gc.get_objects() if type(one) is torch.Tensor and one.shape == (size,)])
 
-    monkeypatch.setattr("hotlap.fitting.rescue._empty_cache", look)
+    monkeypatch.setattr("hotlap.fitting.rescue.release_unused", look)
     run = trained(Held(needs(1)), epochs=1)
     assert len(faults(run)) == 1
     assert alive

@@ -60,6 +60,7 @@ class Preloaded:
             return subprocess.CompletedProcess(words, int(told), out.read().decode(), err.read().decode())
 
     def close(self):
+        self._line.shutdown(socket.SHUT_RDWR)  # workers that a test has left behind hold copies of it
         self._line.close()
         self._process.wait(600)
         with suppress(ProcessLookupError):

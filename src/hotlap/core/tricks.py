@@ -18,6 +18,7 @@ GRADIENTS_IN_PLACE: Final = "gradients-in-place"
 REPLAYED_EVALUATION: Final = "replayed-evaluation"
 EVALUATION_FEED: Final = "evaluation-feed"
 DECODED_ONCE: Final = "decoded-once"
+FORWARD_PIECES: Final = "forward-pieces"
 
 OVERLAPPED_GRADIENTS: Final = "overlapped-gradients"
 CAST_TOGETHER: Final = "cast-together"
@@ -42,9 +43,11 @@ RUN_TRICKS: Final[Mapping[str, str]] = MappingProxyType(
         EVALUATION_FEED: "Loaders beside the training loop, such as those of evaluations, get the feed of the loop.",
         DECODED_ONCE: "Pictures that PIL decodes, converts and resizes, or OpenCV reads, are remembered, and come from "
         "memory in later epochs.",
+        FORWARD_PIECES: "A forward pass that runs out of memory runs again in pieces, which are computed again in the "
+        "backward pass.",
     }
 )
-"""What `hotlap run` does with a script. All but the last two work under a captured plan alone."""
+"""What `hotlap run` does with a script. All but the last three work under a captured plan alone."""
 
 STEP_TRICKS: Final[Mapping[str, str]] = MappingProxyType(
     {

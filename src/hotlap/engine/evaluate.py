@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from hotlap.engine.precision import Switches, precision_context
 from hotlap.engine.snapshot import Modes, Randomness
 from hotlap.engine.step import is_out_of_memory, let_go_of_frames
 from hotlap.machine.cuda import free_for_torch
-from hotlap.machine.memory_shortage import shortage
+from hotlap.machine.memory_shortage import release_unused, shortage
 
 
 class Evaluator:
@@ -127,9 +126,7 @@ class Evaluator:
         self._most = before // 2
         let_go_of_frames(error)
         self._captured = {}
-        gc.collect()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        release_unused(self._device)
         why = "; ".join([f"out of memory: {first_line(error)}", *short.notes])
         self.on_smaller(f"evaluation batch {before:,} → {self._most:,}", why)
 

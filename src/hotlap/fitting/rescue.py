@@ -26,7 +26,7 @@ from hotlap.engine.rig import Place, Rig
 from hotlap.engine.snapshot import Randomness
 from hotlap.engine.step import EagerStep, Window, is_out_of_memory, let_go_of_frames
 from hotlap.fitting.task import Task
-from hotlap.machine.memory_shortage import Shortage, held_bytes, shortage
+from hotlap.machine.memory_shortage import Shortage, held_bytes, release_unused, shortage
 
 MOST_AGAIN = 3
 """Windows of a plan that are made again under it once memory was freed: from then on it needs more than there is."""
@@ -108,7 +108,7 @@ class Rescue:
         held = held_bytes(rig.device)
         gc.collect()
         self._freed_bytes = held - held_bytes(rig.device)
-        _empty_cache(rig.device)
+        release_unused(rig.device)
         return rig.place
 
     def why_again(self, error: Exception) -> str | None:
@@ -143,7 +143,7 @@ class Rescue:
             ) from None
         self._fetches += 1
         let_go_of_frames(error)
-        gc.collect()
+        release_unused(self._rig.device)
         self._rig.write_down("batch fetched again", "fault", f"out of memory: {first_line(error)}")
         return True
 
@@ -191,7 +191,7 @@ class Rescue:
         why = "; ".join([f"out of memory: {line}{self._left}", *self._short.notes])
         rig.use(smaller, why=why, outcome="fault")
         rig.release_other_plans()
-        _empty_cache(rig.device)
+        release_unused(rig.device)
         return "; ".join([_described(smaller.memory), *self._short.notes])
 
 
@@ -268,11 +268,6 @@ def _how_far(error: BaseException | None) -> tuple[int, bool]:
                 made = max(made, frame.f_locals.get("number", 0))
         error = error.__cause__
     return made, updating
-
-
-def _empty_cache(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def _parameters(rig: Rig) -> list[Tensor]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,6 +106,27 @@ def held_bytes(device: torch.device) -> int:
     except (OSError, IndexError, ValueError):  # not Linux
         return 0
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def release_unused(device: torch.device) -> None:
+    """Return memory that no tensor uses: torch's cache on a GPU, the allocator's on a host.
+
+    From then on glibc maps each large tensor by itself, so that memory of the host no longer falls into pieces.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.empty_cache()
+        return
+    with suppress(OSError, AttributeError):  # another C library
+        library = ctypes.CDLL(None)
+        library.mallopt(_MMAP_THRESHOLD, _MAPPED_BYTES)
+        library.malloc_trim(0)
+
+
+_MMAP_THRESHOLD, _MAPPED_BYTES = -3, 2**17
+"""glibc's number of the setting, and its default, which it raises as tensors are freed."""
 
 
 def _bytes(found: re.Match[str] | None) -> int | None:

@@ -50,6 +50,11 @@ class LoopFinder:
         """The optimizers with a step so far."""
         return list({**self._before, **self._steps})
 
+    @property
+    def steps(self) -> int:
+        """Steps of all optimizers so far."""
+        return sum(self._before.values()) + sum(self._steps.values())
+
     def batch_given(self, loader: Any) -> None:
         """A loader gave a batch."""
         self._note(self._loaders, loader)

@@ -60,6 +60,8 @@ class Report:
         self._trainings: list[tuple[Ledger, list[str]]] = []
         self._figures: list[dict[str, Any]] = []
         self._folders: dict[int, RunFolder] = {}
+        self.notes: list[str] = []
+        """Lines beside those of the trainings."""
         self._faults: list[str] = []
         self._refusals: list[str] = []
         self.conditions: list[str] = []
@@ -170,11 +172,12 @@ class Report:
                 "faults": self._faults,
                 "refusals": self._refusals,
                 "conditions": self.conditions,
+                "notes": self.notes,
             }
             lines = [json.dumps(data)]
         else:
             below = self.lines() if self._trainings or self._faults or self._refusals else []
-            lines = [f"hotlap: {first}", *(f"{MARGIN}{line}" if line else "" for line in below)]
+            lines = [f"hotlap: {first}", *(f"{MARGIN}{line}" if line else "" for line in [*below, *self.notes])]
         if error is not None and "CUDA error" in str(error):
             lines.append("hotlap  to see whether this error comes from hotlap: hotlap run --off …")
         say(*lines)

@@ -26,8 +26,9 @@ from hotlap.core.ledger import Ledger
 from hotlap.core.plan import Feed
 from hotlap.core.terminal import logger
 from hotlap.core.torch_private import CLIP_NORM, CLIP_SCALE, frame_callback, or_none
-from hotlap.core.tricks import DECODED_ONCE, REPLAYED_CLIPPING, SHORT_STEP
+from hotlap.core.tricks import DECODED_ONCE, FORWARD_PIECES, REPLAYED_CLIPPING, SHORT_STEP
 from hotlap.engine.capture.recording import is_recording
+from hotlap.engine.step import is_out_of_memory
 from hotlap.monitor.sampler import Sampler
 from hotlap.script.advice import AttentionAdvice, Waits
 from hotlap.script.calls.call import ModuleCall
@@ -41,6 +42,8 @@ from hotlap.script.idle import CompileWatch, IdleCounter, TrainingSummary, is_in
 from hotlap.script.live import LiveScript, Standing
 from hotlap.script.lookout import Lookout
 from hotlap.script.loop_finder import BackwardPasses, Loop, LoopFinder, ManualUpdates
+from hotlap.script.out_of_memory import ForwardRescue
+from hotlap.script.out_of_memory import advice as out_of_memory_advice
 from hotlap.script.patches import Patches, untraced
 from hotlap.script.report import Report
 from hotlap.script.run_length import RunLength
@@ -139,6 +142,7 @@ class Session:
         self._length = Length(0, known=False)
         """What the tuner was last told of how long the training is."""
         self._guard = _Guarded(self)
+        self._rescue = ForwardRescue(lambda: self._is_ours, self._on_out_of_memory)
         self._home = (os.getpid(), threading.get_ident())
 
     # --- from the first line to the last -----------------------------------------------------
@@ -161,12 +165,19 @@ class Session:
         self._patches.hooked(AFTER, register_optimizer_step_post_hook(self._after_step))
         self._patches.put(torch.Tensor, "backward", self._patched_backward)  # until an optimizer makes a step
         self._watches_passes = True
+        if FORWARD_PIECES not in self.settings.without:
+            self._rescue.start()
 
     def stop(self, error: BaseException | None = None) -> None:
         """Restore torch, write the run folder, and print the report on stderr; once."""
         if not self._open or os.getpid() != self._home[0]:
             return
         self._open = False
+        self._rescue.remove()
+        if self._finder is not None:
+            self._report.notes += self._advice
+        if error is not None and is_out_of_memory(error):
+            self._report.notes.append(out_of_memory_advice(error, self._rescue.why_not, self.settings.words))
         try:
             self._end_training()
         except Exception as fault:
@@ -502,12 +513,15 @@ class Session:
             earlier.go_on(steps)
         else:
             self._finder, self._run_length = LoopFinder({optimizer: steps}), RunLength()
+            if FORWARD_PIECES not in self.settings.without and not self._compile_watch.has_begun:
+                self._rescue.watch_all()
 
     def _start_training(self, loop: Loop) -> None:
         """The loop is known: begin to tune it."""
         self._finder, self._other_steps = None, 0
         self._idle = IdleCounter(loop.optimizers)  # in case what follows fails
-        self._advice = self._attention_advice.advice()
+        faults = self._advice
+        self._advice = [*faults, *self._attention_advice.advice()]
         earlier = self._earlier.get(loop.optimizers[0])
         ledger = earlier.ledger if isinstance(earlier, TrainingSummary) else Ledger()
         training = ScriptTraining(loop, loop.loaders, ledger, self.settings.without)
@@ -520,6 +534,10 @@ class Session:
             self._run_length.began_steps(sys._getframe(1))
         for proxy in training.proxies:  # hotlap may have seen it before the script chose its device
             proxy.device, proxy.device_copies = training.device, self._device_copies_on(training.device)
+        for fault in faults:
+            training.write_down("out of memory", "fault", fault)
+        if FORWARD_PIECES not in self.settings.without and not self._compile_watch.has_begun:
+            self._rescue.watch(loop.modules)
         self._calls = {id(call.module): call for call in training.calls}
         asked = self.settings.plan
         try:
@@ -678,6 +696,7 @@ class Session:
     def _before_compile(self) -> None:
         """torch is about to compile code of the script: remove the patches first."""
         with self._guarded():
+            self._rescue.remove()
             self._patches.take_out(CALLS)
             self._remove_shortcuts()
             if self._waits is not None:
@@ -728,6 +747,20 @@ class Session:
 
         # `torch.compile(module)` keeps the function it finds here, and compiles what that function calls.
         return untraced(called, beneath=False)
+
+    def _on_out_of_memory(self, what: str) -> None:
+        """A forward pass ran out of memory, and hotlap has made it again."""
+        tuning, idle = self._tuning, self._idle
+        if tuning is not None:
+            step = tuning.training.before + tuning.training.steps + (idle.steps if idle is not None else 0)
+        elif idle is not None and idle.summary is not None:
+            step = idle.summary.updates + idle.steps
+        else:
+            step = self._finder.steps if self._finder is not None else 0
+        line = f"out of memory at step {step:,}: {what}"
+        self._advice.append(line)
+        if tuning is not None:
+            tuning.training.write_down("out of memory", "fault", line)
 
     # --- faults ------------------------------------------------------------------------------
 

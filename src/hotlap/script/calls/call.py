@@ -182,7 +182,7 @@ class ModuleCall:
         """Make a call for the script; `original` makes its own."""
         if self._inside or self._is_transformed():
             return original(*args, **kwargs)
-        if _is_checkpointed():
+        if is_checkpointed():
             with own_switches():
                 return original(*args, **kwargs)
         if torch.is_autocast_enabled(self._kind):
@@ -376,6 +376,6 @@ def _wanting(outputs: Any) -> list[Tensor]:
     return [output for output in leaves(outputs) if output.requires_grad]
 
 
-def _is_checkpointed() -> bool:
+def is_checkpointed() -> bool:
     """Whether hooks keep what the call saves, as in checkpointing: then it runs again, and must be the same."""
     return _top_hooks is not None and _top_hooks(True) is not None
