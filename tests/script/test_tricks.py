@@ -23,6 +23,7 @@ from hotlap.core.tricks import (
     DECODED_ONCE,
     EARLY_ITEM,
     EVALUATION_FEED,
+    FORWARD_PIECES,
     GRADIENTS_IN_PLACE,
     LOSS_WITHOUT_WAITING,
     ONE_THREAD_BACKWARD,
@@ -128,7 +129,7 @@ def used(tmp_path, monkeypatch):
         plan = Plan(feed=Feed(kind="gather")).but(mode="captured", without=in_file)
         save_plan(plan, tmp_path / "plan.toml")
         asked = str(as_in or tmp_path / "plan.toml")
-        found, seen = [], SimpleNamespace(shared=0, here=0, shortcuts=0)
+        found, seen = [], SimpleNamespace(shared=0, here=0, shortcuts=0, watched=False)
         own = train()
         settings = Settings(
             name="test",
@@ -145,6 +146,7 @@ def used(tmp_path, monkeypatch):
 
             def after_backward(model):
                 seen.here += not torch._C._is_multithreading_enabled()
+                seen.watched = session._rescue.watches
                 held = {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
                 seen.shared += len(held) == 1  # rooms for gradients lie side by side
 
@@ -165,6 +167,7 @@ def used(tmp_path, monkeypatch):
             GRADIENTS_IN_PLACE: seen.shared,
             REPLAYED_EVALUATION: sum(g.replays for g in graphs if isinstance(g, Replays)),
             EVALUATION_FEED: sum(entry.what == evaluation_feed.WHAT for entry in entries),
+            FORWARD_PIECES: seen.watched,
             DECODED_ONCE: session._decoded is not None and session._decoded.memory.recalled_here,
         }
         assert {*in_use} == {*RUN_TRICKS}

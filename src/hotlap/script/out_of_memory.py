@@ -71,6 +71,8 @@ class ForwardRescue:
         self._compiled_by = or_none(frame_callback) or (lambda: None)
         self.why_not: str | None = None
         """Why the last call that ran out of memory could not be made in pieces."""
+        self.watches = False
+        """Whether it watches calls at this time."""
 
     # --- which calls ---------------------------------------------------------------------------
 
@@ -80,18 +82,21 @@ class ForwardRescue:
 
     def watch_all(self) -> None:
         """Watch every outermost call."""
+        self.watches = True
         self._patches.put(nn.Module, "__call__", self._patched_call)
 
     def watch(self, modules: Iterable[nn.Module]) -> None:
         """Watch the calls of these modules alone, by their classes."""
-        self._patches.take_out_all()
+        self.remove()
         for kind in {type(module) for module in modules}:
             own = next(base for base in kind.__mro__ if "__call__" in vars(base))
             if own is nn.Module and kind is not nn.Module:
                 self._patches.put(kind, "__call__", lambda _: self._patched_call(None))
+                self.watches = True
 
     def remove(self) -> None:
         """Watch nothing from here on."""
+        self.watches = False
         self._patches.take_out_all()
 
     def _patched_init(self, own: Callable[..., None]) -> Callable[..., None]:

@@ -536,8 +536,6 @@ class Session:
             proxy.device, proxy.device_copies = training.device, self._device_copies_on(training.device)
         for fault in faults:
             training.write_down("out of memory", "fault", fault)
-        if FORWARD_PIECES not in self.settings.without and not self._compile_watch.has_begun:
-            self._rescue.watch(loop.modules)
         self._calls = {id(call.module): call for call in training.calls}
         asked = self.settings.plan
         try:
@@ -548,6 +546,7 @@ class Session:
             raise
         if self._decoded is not None and not training.uses(DECODED_ONCE):  # a plan file leaves it out
             self._decoded.close()
+        self._rescue.watch(loop.modules if training.uses(FORWARD_PIECES) and not self._compile_watch.has_begun else ())
         self._idle = None
         self._lookout.begin(training.device)
         self._watch_for_hangs(training.device)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hotlap.core.errors import TrainingError
+from hotlap.core.errors import TrainingError, first_line
 from hotlap.core.torch_private import HOOKS_OF_ALL, BatchNormBase
 from hotlap.data.order import even_cuts
 from hotlap.engine.capture.fingerprint import memory, what_changed
@@ -163,6 +163,8 @@ def _why_dependent(module: nn.Module, original: Call, args: Any, kwargs: Any, de
                 reason = why()
         except TrainingError as error:
             return str(error)
+        except Exception as error:
+            return f"it fails with fewer samples: {first_line(error)}"
         finally:
             modes.restore()
         return reason
