@@ -81,12 +81,12 @@ def script(forks, tmp_path):
     return run
 
 
-@pytest.mark.parametrize(("kind", "step"), [("first", 0), ("late", 6)])
+@pytest.mark.parametrize(("kind", "room_mib", "step"), [("first", 12, 0), ("late", 16, 6)])
 def test_a_script_that_runs_out_of_memory_goes_on_in_pieces_with_the_numbers_of_an_unlimited_run(
-    script, tmp_path, kind, step
+    script, tmp_path, kind, room_mib, step
 ):
     theirs = script(kind, 0, 9, plain=True)
-    mine = script(kind, 12, 9)
+    mine = script(kind, room_mib, 9)
     assert (mine.returncode, theirs.returncode) == (0, 0), mine.stderr
     for one, other in zip(json.loads(mine.stdout), json.loads(theirs.stdout), strict=True):
         torch.testing.assert_close(torch.tensor(one[0] if isinstance(one, list) else one), torch.tensor(
