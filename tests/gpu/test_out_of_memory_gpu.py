@@ -87,7 +87,7 @@ def test_training_out_of_memory_on_a_pretended_t4_comes_to_the_loss_of_an_uncapp
     theirs, none, samples, _ = run(FIT)
     mine, faults, mine_samples, _ = run(FIT, capped=True)
     assert none == []
-    assert [what for what, _ in faults][0].startswith("checkpoint 0 → ")
+    assert next(what for what, _ in faults).startswith("checkpoint 0 → ")
     assert all("CUDA out of memory" in why for _, why in faults)
     assert mine == pytest.approx(theirs, rel=1e-3)
     assert mine_samples == samples
