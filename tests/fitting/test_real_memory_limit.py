@@ -93,7 +93,7 @@ def test_a_step_that_the_host_has_no_memory_for_is_made_again_with_less(trained)
     small, large, apart = trained(32, "train")
     assert large["faults"] == []
     assert all("DefaultCPUAllocator: can't allocate memory" in why for _, _, why in small["faults"])
-    whats = [what for _, what, _ in small["faults"] if what != "batch fetched again"]
+    whats = [what for _, what, _ in small["faults"] if "→" in what]  # a batch may have to be fetched again as well
     assert whats[0] == "checkpoint 0 → 1"
     assert any("micro_batch" in what for what in whats), whats
     assert (small["steps"], small["samples"]) == (large["steps"], large["samples"]) == (4, 16384)

@@ -770,6 +770,7 @@ class Session:
         """hotlap failed: write the fault down, and let this training continue without hotlap."""
         tuning = self._tuning
         self._report.fault(error)
+        self._rescue.remove()
         self._faults += not isinstance(error, HotlapError)
         optimizers = self._idle.optimizers if self._idle is not None else []
         if self._finder is not None:
