@@ -26,6 +26,8 @@ log = logger(__name__)
 TRIES = 2
 """Calls of the largest size so far that have to go through before hotlap no longer notes the state before them: at the
 first there is no state of the optimizer yet."""
+NOTED = 8
+"""Calls of a module that have to go through before only their errors are looked at."""
 
 
 class _Known:
@@ -34,6 +36,8 @@ class _Known:
     def __init__(self) -> None:
         self.fitted, self.times = -1, 0
         """The largest size that went through, and how often."""
+        self.calls = 0
+        """Calls that went through."""
         self.failed: int | None = None
         """The smallest size that ran out of memory."""
         self.pieces = 0
@@ -69,6 +73,8 @@ class ForwardRescue:
         self._patches, self._depth = Patches(), 0
         self._known: WeakKeyDictionary[nn.Module, tuple[_Known, _Known]] = WeakKeyDictionary()
         self._compiled_by = or_none(frame_callback) or (lambda: None)
+        self._quick: set[int] = set()
+        """Modules, by their id, of whose calls only errors are looked at any more, which takes a tenth of the time."""
         self.why_not: str | None = None
         """Why the last call that ran out of memory could not be made in pieces."""
         self.watches = False
@@ -112,8 +118,22 @@ class ForwardRescue:
     def _patched_call(self, beneath: Callable[..., Any] | None) -> Callable[..., Any]:
         """`beneath` None: what `nn.Module` has at the time, which other patches may have replaced."""
 
+        quick = self._quick
+
         def called(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             original = nn.Module.__call__ if beneath is None else beneath
+            if id(module) in quick:
+                try:
+                    return original(module, *args, **kwargs)
+                except Exception as error:
+                    if not is_out_of_memory(error) or self._depth or not self._is_ours():
+                        raise
+                    quick.discard(id(module))
+                    known, own = self._known_of(module), functools.partial(self._own, original, module)
+                    answer = None if known is None else self._answer(error, known, module, own, args, kwargs, None)
+                    if answer is None:
+                        raise
+                    return answer[0]
             if self._depth or self._compiled_by() is not None or not self._is_ours():
                 return original(module, *args, **kwargs)
             return self._called(module, functools.partial(self._own, original, module), args, kwargs)
@@ -148,6 +168,10 @@ class ForwardRescue:
             if answer is None:
                 raise
             return answer[0]
+        if not pieces and known.failed is None:
+            known.calls += 1
+            if known.calls == NOTED:
+                self._quick.add(id(module))
         if size >= known.fitted and not pieces:
             known.went_through(size)
         return made
