@@ -39,6 +39,9 @@ CLOSE, CLOSE_16 = 5e-3, 5e-2
 """How far the outputs of a sample may lie apart, as a part of the largest, alone and beside another: rounding, also
 that of TF32; and in 16 bits."""
 
+MARGIN_BYTES = 2**24
+"""Memory that must stay free beside a piece, for what comes and goes between two steps."""
+
 Call = Callable[..., Any]
 
 
@@ -65,7 +68,7 @@ def fits(module: nn.Module, original: Call, args: Any, kwargs: Any, pieces: int,
     with ModuleState(module, device):
         args, kwargs = _rows((args, kwargs), total, slice(0, most))
         outputs = leaves(_piece(module, original, args, kwargs))
-        beside = 2 * pieces * sum(output.nbytes for output in outputs)
+        beside = MARGIN_BYTES + 2 * pieces * sum(output.nbytes for output in outputs)
         held = torch.empty(beside, dtype=torch.uint8, device=device)
         wanting = [output for output in outputs if output.requires_grad]
         weights = [weight for weight in module.parameters() if weight.requires_grad]
