@@ -81,6 +81,20 @@ def test_a_script_that_is_watched_has_neither_a_thread_of_python_nor_a_child_mor
         hangs.close()
 
 
+def readers():
+    """The processes that read the stacks of this one."""
+    mine = f"main({os.getpid()}, "
+    return [one.pid for one in psutil.process_iter(["cmdline"]) if mine in " ".join(one.info["cmdline"] or ())]
+
+
+def test_the_process_that_reads_the_stacks_ends_with_the_watch_and_not_with_the_script(watched):
+    while not readers():
+        time.sleep(0.01)
+    watched.close()
+    while readers():
+        time.sleep(0.01)
+
+
 def test_a_fork_leaves_no_watch_behind_that_the_child_would_wait_for(watched):
     pid = os.fork()
     if pid == 0:

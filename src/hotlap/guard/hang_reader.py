@@ -42,7 +42,10 @@ class _Reader:
         while len(shown) < MOST_REPORTS and self._waits(None, self._dumps):
             text = b""
             while self._waits(PAUSE_S, self._dumps):
-                text += os.read(self._dumps, 2**16)
+                more = os.read(self._dumps, 2**16)
+                if not more:  # the script is watched no more, and its process lives on
+                    return
+                text += more
             written = text.decode(errors="replace")
             stacks, waited_s = read_stacks(written), _seconds(written) - self._slack_s
             calls = stacks[0].calls if stacks else ()

@@ -45,6 +45,7 @@ class ScriptHangs:
         self._limit_s = 0.0
         """Seconds after which the stacks are written; 0 while nothing is watched."""
         self._dumps = self._kept = -1
+        self._close_dumps: Callable[[], object] = lambda: None
         self._reader: subprocess.Popen[bytes] | None = None
         self._first: tuple[float, int] | None = None
         self._last: tuple[float, int] = (0.0, 0)
@@ -62,7 +63,8 @@ class ScriptHangs:
         # A pipe that is full, or that nobody reads, holds up neither the thread nor the script.
         os.set_blocking(self._dumps, False)
         self._kept = os.memfd_create("hang")
-        for number in (reading, self._dumps, self._kept):
+        self._close_dumps = weakref.finalize(self, os.close, self._dumps)
+        for number in (reading, self._kept):
             weakref.finalize(self, os.close, number)
         # Not the script's own path: a module there may have the name of one of Python's.
         path = [str(Path(psutil.__file__).parents[1]), str(Path(__file__).parents[2])]
@@ -115,6 +117,7 @@ class ScriptHangs:
         """Look no more."""
         self.rest()
         self._least_s = None
+        self._close_dumps()  # the reader ends
         if self._reader is not None:
             with suppress(subprocess.TimeoutExpired):
                 self._reader.wait(END_S)
