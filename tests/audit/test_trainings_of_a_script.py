@@ -207,7 +207,7 @@ def test_once_nothing_more_is_to_be_tried_nothing_of_hotlap_is_in_the_way(told):
         # What is left counts steps, and sees another training begin.
         assert (len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)) == (hooks[0], hooks[1] + 1)
         calls = hotlap_calls(lambda: training.epochs(10))
-        assert len(calls) <= 80 * 9 + 10 * 30, calls[:100]
+        assert len(calls) <= 80 * 10 + 10 * 32, calls[:100]
 
     assert updates(told(rests)) == [96]
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
 import hotlap
-from hotlap.core.errors import DataError
+from hotlap.core.errors import DataError, TrainingError
 from hotlap.data.dataset import as_source
 from hotlap.data.resident import hold_on_device
 from hotlap.fitting.fit import fit
@@ -214,7 +214,7 @@ def test_running_out_of_memory_is_no_fault_of_a_sample():
         def __getitem__(self, index):
             raise MemoryError("no memory left")
 
-    with pytest.raises(MemoryError):
+    with pytest.raises(TrainingError, match="out of memory at step 0 while its batch is fetched"):
         trained(Hungry())
 
 

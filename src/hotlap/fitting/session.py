@@ -253,7 +253,7 @@ class RunSession:
         rig = self._task.rig
         if rig.steps or self._task.weights_bytes() > KEPT_BYTES:
             return
-        with suppress(StoreError, OSError, MemoryError):
+        with suppress(Exception):  # a training goes without; what is broken shows in its first step
             remembered = rig.python_state()
             if remembered.size <= KEPT_BYTES:
                 self._start, self._remembered = export_state(rig, self._exported(state)), remembered

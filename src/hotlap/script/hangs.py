@@ -52,6 +52,11 @@ class ScriptHangs:
         self._longest_s = 0.0
         self._later, self._cancel = faulthandler.dump_traceback_later, faulthandler.cancel_dump_traceback_later
 
+    @property
+    def is_watching(self) -> bool:
+        """Whether a step is waited for."""
+        return self._limit_s > 0
+
     def begin(self, *, on_gpu: bool) -> None:
         """The script begins to read data for its training."""
         if self._dumps >= 0 or sys.platform != "linux":

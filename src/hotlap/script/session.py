@@ -320,8 +320,10 @@ class Session:
         self._next_look = ended + (ended - began) / LOOK_SHARE
 
     def _on_epoch_end(self, proxy: LoaderProxy) -> None:
-        if self._length.known and (now := self._standing()) is not None and now.updates >= self._length.updates:
-            self._hangs.rest()
+        if self._hangs.is_watching and self._length.known:
+            now = self._standing()
+            if now is not None and now.updates >= self._length.updates:
+                self._hangs.rest()
         if self._idle is not None:
             return
         with self._guarded():
