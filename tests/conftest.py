@@ -42,7 +42,9 @@ else:
     settings.load_profile("hotlap")
 
 LONGEST = (
-    "script/test_scripts.py", "fitting/test_resume.py", "kit/test_working_copy.py", "script/test_loader_proxy.py",
+    "script/test_scripts.py", "guard/test_session_end.py", "fitting/test_resume.py", "fitting/test_lost_workers.py",
+    "kit/test_working_copy.py", "kit/test_workers.py", "trees/test_files.py", "fitting/test_hangs.py",
+    "script/test_out_of_memory.py", "kit/test_diagnose.py", "script/test_loader_proxy.py",
     "audit/test_differential.py", "recipes/test_examples.py", "stress/test_stress.py", "tuner/test_gates.py",
     "recipes/test_image.py", "audit/test_identity_matrix.py", "recipes/test_temporal.py",
     "benchmarks/test_text_rivals.py", "kit/test_odd_scripts.py", "fitting/test_tuning.py", "engine/test_compiling.py",

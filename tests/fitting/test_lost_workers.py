@@ -56,6 +56,8 @@ def trained(dataset, *, workers=2, seen=None, **changes):
 @pytest.fixture(autouse=True)
 def _no_signal_is_waited_for(monkeypatch):
     monkeypatch.setattr("hotlap.fitting.training.SIGNAL_S", 0.1)
+    looks = torch.utils.data.dataloader._MultiProcessingDataLoaderIter._try_get_data
+    monkeypatch.setattr(looks, "__defaults__", (0.5,))  # torch looks for dead workers every 5 s
 
 
 @pytest.fixture
