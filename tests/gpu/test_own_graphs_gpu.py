@@ -67,15 +67,17 @@ def test_what_the_device_computes_for_a_step_does_not_depend_on_the_host(host_s)
 
     for _ in range(3):
         step()
-    began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(20_000_000)
-    began.record()
-    step()
-    ended.record()
-    ended.synchronize()
-    truth_s = began.elapsed_time(ended) / 1000
+    truths = []
+    for _ in range(5):  # the shortest, since other processes may share the device and the host
+        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(20_000_000)
+        began.record()
+        step()
+        ended.record()
+        ended.synchronize()
+        truths.append(began.elapsed_time(ended) / 1000)
     for _ in range(30):
         step()
         looked += busy.stepped()
     assert 2 <= looked <= 6
-    assert busy.step_s == pytest.approx(truth_s, rel=0.5)
+    assert busy.step_s == pytest.approx(min(truths), rel=0.5)
