@@ -36,7 +36,7 @@ test: $(DEV)  ## set up, then run all tests
 test-gpu:  ## run tests/gpu with whatever python holds torch; installs nothing
 	@for python in $(PYTHON) $(BIN)/python; do \
 	  if $$python -c 'import torch, pytest' 2>/dev/null; then \
-	    PYTHONPATH=$(CURDIR)/src exec $$python tests/gpu/together.py; fi; done; \
+	    PYTHONPATH="$(CURDIR)/src" exec $$python tests/gpu/together.py; fi; done; \
 	echo "test-gpu: neither $(PYTHON) nor $(BIN)/python holds torch and pytest" >&2; exit 1
 
 lint: $(DEV)  ## ruff, strict mypy, the import contract
