@@ -1,6 +1,7 @@
 """The face hotlap shows: its public names, and a command that answers at once."""
 
 import ast
+import inspect
 import json
 import os
 import subprocess
@@ -180,6 +181,18 @@ def test_every_command_explains_itself(forked):
         done = forked("-m", "hotlap", name, "--help")
         assert (done.returncode, done.stderr) == (0, "")
         assert "--json" in done.stdout
+
+
+def test_no_version_of_typer_can_take_an_options_name_from_its_metavar():
+    from typer.models import OptionInfo
+
+    from hotlap.cli import app
+
+    for command in app.registered_commands:  # 0.27 makes --PLAN of plan with metavar="PLAN"
+        for name, parameter in inspect.signature(command.callback).parameters.items():
+            option = parameter.default
+            if isinstance(option, OptionInfo) and option.metavar and option.metavar.lower() == name.lower():
+                assert option.param_decls, f"{command.callback.__name__}: write --{name} out"
 
 
 def test_version_is_printed_on_stdout():

@@ -74,7 +74,9 @@ def batch(
     training: list[str] = NAME,
     module: bool = MODULE,
     most: int | None = typer.Option(None, min=1, max=2**31 - 1, metavar="N", help="Largest batch to try."),
-    seconds: float = typer.Option(120.0, min=1.0, metavar="SECONDS", help="Start no new try after so many seconds."),
+    seconds: float = typer.Option(
+        120.0, "--seconds", min=1.0, metavar="SECONDS", help="Start no new try after so many seconds."
+    ),
     as_json: bool = JSON,
     quiet: bool = QUIET,
 ) -> None:
@@ -92,7 +94,9 @@ def batch(
 def workers(
     training: list[str] = NAME,
     module: bool = MODULE,
-    seconds: float = typer.Option(120.0, min=1.0, metavar="SECONDS", help="Start no new try after so many seconds."),
+    seconds: float = typer.Option(
+        120.0, "--seconds", min=1.0, metavar="SECONDS", help="Start no new try after so many seconds."
+    ),
     as_json: bool = JSON,
     quiet: bool = QUIET,
 ) -> None:
@@ -111,7 +115,7 @@ def memory(
     training: list[str] = NAME,
     module: bool = MODULE,
     seconds: float = typer.Option(
-        120.0, min=1.0, metavar="SECONDS", help="Most seconds to wait for a script's first update."
+        120.0, "--seconds", min=1.0, metavar="SECONDS", help="Most seconds to wait for a script's first update."
     ),
     picture: Path | None = typer.Option(
         None, metavar="FILE", help="A new .svg file, for a drawing of memory over one update."
@@ -153,7 +157,7 @@ def diagnose(
     ),
     module: bool = MODULE,
     seconds: float = typer.Option(
-        60.0, min=1.0, metavar="SECONDS", help="Most seconds to watch and to try, after the first update."
+        60.0, "--seconds", min=1.0, metavar="SECONDS", help="Most seconds to watch and to try, after the first update."
     ),
     as_json: bool = JSON,
     quiet: bool = QUIET,

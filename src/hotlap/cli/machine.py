@@ -65,7 +65,7 @@ def gpus(
     job: bool = typer.Option(False, "--job", help="Predict the time of TRAINING on each GPU, and whether it fits."),
     module: bool = MODULE,
     seconds: float = typer.Option(
-        120.0, min=1.0, metavar="SECONDS", help="Most seconds to wait for a script's first update."
+        120.0, "--seconds", min=1.0, metavar="SECONDS", help="Most seconds to wait for a script's first update."
     ),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object and nothing else."),
     pretend: str = typer.Option(

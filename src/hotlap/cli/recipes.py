@@ -98,7 +98,7 @@ def predict(
     ),
     probabilities: bool = typer.Option(False, "--probabilities", help="Write the probability of each class too."),
     embeddings: Path | None = typer.Option(None, metavar="FILE", help="A new .npy file for a vector of each text."),
-    device: str = typer.Option("auto", metavar="DEVICE", help="auto, cpu, cuda or cuda:N."),
+    device: str = typer.Option("auto", "--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:N."),
     as_json: bool = typer.Option(False, "--json", help="Print what was written as JSON."),
 ) -> None:
     """Write a recipe's answers for each row of a file.

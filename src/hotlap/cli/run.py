@@ -47,7 +47,7 @@ def run(
         2, min=1, max=100, metavar="N", help="With --compare: runs each way. 1 shows no spread."
     ),
     plan: str | None = typer.Option(
-        None, metavar="PLAN", help="auto (default), max, off, a plan file, or a run folder to replay."
+        None, "--plan", metavar="PLAN", help="auto (default), max, off, a plan file, or a run folder to replay."
     ),
     out: Path | None = typer.Option(None, metavar="FOLDER", help="A new folder for the run; by default one in runs/."),
     tune_seconds: float | None = typer.Option(

@@ -24,7 +24,7 @@ def stress(
     ),
     every_call: bool = typer.Option(False, "--every-call", help="Also kill around every system call of a save."),
     workers: int = typer.Option(1, min=0, max=64, metavar="N", help="Loader workers in every third training."),
-    seconds: float = typer.Option(600.0, min=1, metavar="SECONDS", help="Most seconds to spend."),
+    seconds: float = typer.Option(600.0, "--seconds", min=1, metavar="SECONDS", help="Most seconds to spend."),
     seed: int = typer.Option(0, min=0, max=2**63 - 1, metavar="N", help="Seed of the random moments."),
     as_json: bool = typer.Option(False, "--json", help="Print the figures as JSON."),
 ) -> None:

@@ -32,9 +32,9 @@ def register(app: typer.Typer) -> None:
 
 def demo(
     epochs: int = typer.Option(200, min=1, max=100_000, metavar="N", help="Epochs to train."),
-    device: str = typer.Option("auto", metavar="DEVICE", help="auto, cpu, cuda or cuda:N."),
+    device: str = typer.Option("auto", "--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:N."),
     plan: str | None = typer.Option(
-        None, metavar="PLAN", help="auto (default), max, off, a plan file, or a run folder to replay."
+        None, "--plan", metavar="PLAN", help="auto (default), max, off, a plan file, or a run folder to replay."
     ),
     out: Path | None = typer.Option(None, metavar="FOLDER", help="A new folder for the run; by default one in runs/."),
     reuse: bool = typer.Option(False, "--reuse", help="Load the model if the same training has run before."),
@@ -67,7 +67,9 @@ def demo(
 def tune(
     training: str = typer.Argument(metavar="TRAINING", help="module:job (train:job is `job` in train.py), or demo."),
     out: Path = typer.Option(Path("plan.toml"), metavar="FILE", help="The plan file to write."),
-    seconds: float = typer.Option(60.0, min=1.0, metavar="SECONDS", help="Most seconds that tuning may cost."),
+    seconds: float = typer.Option(
+        60.0, "--seconds", min=1.0, metavar="SECONDS", help="Most seconds that tuning may cost."
+    ),
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace the file if it exists."),
     as_json: bool = typer.Option(False, "--json", help="Print the figures as JSON."),
     quiet: bool = typer.Option(False, "--quiet", help="Show no progress."),
