@@ -18,7 +18,7 @@ from hotlap.machine import choose_device
 if os.environ.get("CAPPED"):
     choose_device(pretend="t4")
 torch.manual_seed(0)
-WIDTH, BATCH, BLOCKS = 2048, 65536, 24
+WIDTH, BATCH, BLOCKS = 2048, 65536, 40
 
 
 class Net(nn.Module):
@@ -31,7 +31,7 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         if wide and not torch.is_grad_enabled():
-            x = x.repeat(1, 8).view(len(x), 8, WIDTH).mean(1)
+            x = x.repeat(1, 16).view(len(x), 16, WIDTH).mean(1)
         return self.head(x)
 
 
