@@ -19,6 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Tensor
 from hotlap import Job, Plan, Rig, TrainingError, fit, moves
 from hotlap.engine.rig import Place
 from hotlap.engine.step import is_out_of_memory
+from hotlap.fitting import memory_return
 from hotlap.fitting.rescue import Rescue
 from hotlap.machine.cuda import GpuProcess
 from hotlap.moves import Move
@@ -110,6 +111,29 @@ def needs(checkpoint=0, micro_batch=None, **model):
 @pytest.fixture(autouse=True)
 def in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+
+
+class FreeMemory:
+    """What the pretended device has free between two steps."""
+
+    bytes = 2**30
+
+    def __call__(self, device):
+        return self.bytes
+
+
+@pytest.fixture(autouse=True)
+def free(monkeypatch):
+    free = FreeMemory()
+    monkeypatch.setattr("hotlap.fitting.memory_return.free_bytes", free)
+    monkeypatch.setattr("hotlap.engine.evaluate.free_bytes", free)
+    return free
+
+
+@pytest.fixture
+def soon(monkeypatch):
+    """Larger pieces come back after a few windows."""
+    monkeypatch.setattr(memory_return, "WAIT", 4)
 
 
 def trained(device, model=None, plan="off", **settings):
@@ -244,6 +268,110 @@ def test_where_nothing_helps_one_line_says_what_was_tried():
 def test_batch_norms_are_never_given_a_piece_of_one_sample():
     with pytest.raises(TrainingError, match="micro-batches of 2\\): CUDA out of memory"):
         trained(Device(64), Blocks(norm=True))
+
+
+# --- back up -----------------------------------------------------------------------------------------
+
+
+class Until(Device):
+    """Has so little memory from one of its calls up to another, and enough otherwise."""
+
+    def __init__(self, bytes_there, calls, *, free=None):
+        super().__init__(bytes_there)
+        self.calls, self.free = calls, free
+
+    def __call__(self, model, batch):
+        call = next(counted)
+        full, self.there = self.there, self.there if call in self.calls else float("inf")
+        if self.free is not None and call >= self.calls.stop:
+            self.free.bytes = 2**32
+        try:
+            return super().__call__(model, batch)
+        finally:
+            self.there = full
+
+
+def changes(run):
+    return [(entry.outcome, entry.what) for entry in run.ledger if "→" in entry.what]
+
+
+def test_larger_pieces_come_back_one_by_one_once_memory_has_returned(soon, free):
+    model = {"dropout": 0.3, "norm": True}
+    mine = trained(Until(needs(2, **model), range(5), free=free), Blocks(**model), epochs=None, steps=20)
+    theirs = trained(Device(), Blocks(**model), epochs=None, steps=20)
+    assert changes(mine) == [
+        ("fault", "checkpoint 0 → 1"),
+        ("fault", "checkpoint 1 → 2"),
+        ("chosen", "checkpoint 2 → 1"),
+        ("chosen", "checkpoint 1 → 0"),
+    ]
+    assert "memory has returned: 4.0 GiB is free, 1.0 GiB was when it ran out" in list(mine.ledger)[-1].why
+    assert mine.plan == theirs.plan
+    assert_same_weights(mine, theirs)
+
+
+def test_whole_batches_come_back_with_the_same_update_to_rounding(soon, free):
+    mine = trained(Until(needs(BLOCKS, 4), range(8), free=free), epochs=None, steps=30)
+    theirs = trained(Device(), epochs=None, steps=30)
+    assert mine.plan == theirs.plan
+    assert ("chosen", "micro_batch 4 → None") in changes(mine)
+    torch.testing.assert_close(parameters_of(mine.model), parameters_of(theirs.model), rtol=1e-3, atol=1e-5)
+    assert (mine.steps, mine.samples) == (theirs.steps, theirs.samples)
+
+
+def test_a_plan_that_never_fitted_is_not_tried_again_while_memory_is_as_short(soon):
+    mine = trained(Device(needs(1)), epochs=None, steps=20)
+    assert changes(mine) == [("fault", "checkpoint 0 → 1")]
+
+
+def test_a_plan_that_fitted_before_a_peak_comes_back_without_more_memory(soon):
+    model = {"dropout": 0.3}
+    mine = trained(Until(needs(1, **model), range(3, 4)), Blocks(**model), epochs=None, steps=12)
+    assert changes(mine) == [("fault", "checkpoint 0 → 1"), ("chosen", "checkpoint 1 → 0")]
+    assert "tried again, since it fitted before memory ran out" in list(mine.ledger)[-1].why
+
+
+def test_a_try_that_fails_is_undone_and_the_next_one_waits_twice_as_long(soon, free):
+    model = {"dropout": 0.3}
+
+    class Short(Device):
+        """Has no memory for whole batches, though more is free from call to call."""
+
+        def __call__(self, model, batch):
+            free.bytes += 2**28
+            return super().__call__(model, batch)
+
+    mine = trained(Short(needs(1, **model)), Blocks(**model), epochs=None, steps=40)
+    theirs = trained(Device(), Blocks(**model), epochs=None, steps=40)
+    tries = [entry.step for entry in mine.ledger if entry.what == "checkpoint 1 → 0"]
+    failures = [entry.step for entry in mine.ledger if entry.what == "checkpoint 0 → 1"]
+    waits = [tried - failed for failed, tried in zip(failures, tries, strict=False)]
+    assert waits == [4, 8, 16]
+    assert (mine.steps, mine.samples) == (theirs.steps, theirs.samples)
+
+
+def test_a_resumed_run_tries_the_larger_pieces_that_it_was_begun_with(soon, free):
+    first = trained(Until(needs(1), range(5)), epochs=1, save_every=1)
+    assert first.plan.memory.checkpoint == 1
+    more = trained(Until(needs(1), range(5)), epochs=4, resume=first.path)
+    assert changes(more)[-1] == ("chosen", "checkpoint 1 → 0")
+
+
+def test_an_evaluation_takes_whole_batches_again_once_memory_has_returned(free):
+    data, sizes = job_for(None).data, []
+
+    def metric(output, target):
+        sizes.append(len(output))
+        if len(output) > 12 and free.bytes < 2**31:
+            raise torch.OutOfMemoryError(MESSAGE)
+        return (output.argmax(1) == target).double().mean()
+
+    job = job_for(None)
+    rig = Rig(job.model, job.optimizer, job.loss, device="cpu")
+    for free.bytes in (2**30, 2**30, 2**32):
+        sizes.append("|")
+        rig.evaluate(data, {"right": metric}, batch_size=24)
+    assert sizes == ["|", 24, 12, 12, "|", 12, 12, "|", 24]
 
 
 # --- fragmentation, other processes ----------------------------------------------------------------------

@@ -9,12 +9,15 @@ import gc, json, resource, sys, threading
 import torch
 from torch import nn
 from hotlap import Job, fit
+from hotlap.fitting import memory_return
 from hotlap.machine.memory_shortage import held_bytes
 
 room_mib, what = int(sys.argv[1]), sys.argv[2]
 torch.set_num_threads(1)
 threading.stack_size(2**20)  # or each thread of the run takes 8 MiB
 WIDTH, SAMPLES = 128, 8192
+epochs, calls = 12 if what == "returns" else 2, []
+memory_return.WAIT = 2
 
 
 class Net(nn.Module):
@@ -27,6 +30,9 @@ class Net(nn.Module):
     def forward(self, x):
         if what == "garbage" and gc.isenabled():
             pile()
+        calls.append(len(x))
+        if what == "returns" and len(calls) == 20:
+            resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         for block in self.blocks:
             x = block(x)
         if what == "evaluate" and not self.training:
@@ -55,12 +61,15 @@ valid = {"valid": (x, y), "metrics": ["accuracy"]} if what == "evaluate" else {}
 def train():
     job = Job(
         model=Net(), data=(x, y), loss=nn.CrossEntropyLoss(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
-        batch_size=4096, epochs=2, device="cpu", **valid,
+        batch_size=4096, epochs=epochs, device="cpu", **valid,
     )
     run = fit(job, plan="off", progress=False, save_every=0)
     faults = [(entry.step, entry.what, entry.why) for entry in run.ledger if entry.outcome == "fault"]
     last = {name: value for name, value in run.history[-1].items() if name.endswith(("loss", "accuracy"))}
-    return run.model, {"faults": faults, "last": last, "steps": run.steps, "samples": run.samples}
+    plan = [run.plan.memory.checkpoint, run.plan.memory.micro_batch]
+    whats = [entry.what for entry in run.ledger if "→" in entry.what]
+    made = {"steps": run.steps, "samples": run.samples, "plan": plan, "whats": whats}
+    return run.model, {"faults": faults, "last": last, **made}
 
 
 gc.disable()
@@ -116,3 +125,12 @@ def test_memory_that_the_garbage_collector_frees_is_enough_for_the_same_plan(tra
     assert fault[:2] == [0, "memory freed"]
     assert "128 MiB was garbage, and is free now" in fault[2]
     assert apart == 0
+
+
+def test_larger_pieces_come_back_once_the_limit_is_lifted(trained):
+    small, large, apart = trained(22, "returns")
+    assert small["whats"][0] == "checkpoint 0 → 1"
+    assert small["whats"][-1] == "checkpoint 1 → 0"
+    assert small["plan"] == large["plan"] == [0, None]
+    assert (small["steps"], small["samples"]) == (large["steps"], large["samples"])
+    assert apart < 1e-4

@@ -1,4 +1,5 @@
-"""Out of memory under a pretended T4, whose memory is a real cap: training, evaluation, and a script."""
+"""Out of memory under a pretended T4, whose memory is a real cap, and beside another process: training, evaluation, and
+a script."""
 
 import json
 import os
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 from hotlap.machine import choose_device
 
-if os.environ.get("CAPPED"):
+if os.environ.get("CAPPED") == "t4":
     choose_device(pretend="t4")
 torch.manual_seed(0)
 WIDTH, BATCH, BLOCKS = 2048, 65536, 40
@@ -65,6 +66,37 @@ for step in range(8):
     losses.append(loss.item())
 print(json.dumps([losses, [], 0]))
 """
+BACK = """
+import subprocess, sys
+from hotlap import Job, fit
+from hotlap.fitting import memory_return
+
+HOLD = "import sys, torch; held = torch.empty(int(sys.argv[1]), dtype=torch.uint8, device='cuda'); print(1, flush=True)"
+HOLD += "; sys.stdin.read()"
+memory_return.WAIT = 2
+rows, other, calls = BATCH // 2, None, 0
+if os.environ.get("CAPPED"):  # by a process that leaves 6 GiB
+    held = str(torch.cuda.mem_get_info()[0] - 6 * 2**30)
+    other = subprocess.Popen([sys.executable, "-c", HOLD, held], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert other.stdout.readline()
+
+
+def forward(model, batch):
+    global calls
+    calls += 1
+    if calls == 8 and other is not None:
+        other.communicate()
+    return model(batch[0]), batch[1]
+
+
+job = Job(
+    model=Net(), data=(x, y), loss=nn.CrossEntropyLoss(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+    batch_size=rows, epochs=6, forward=forward,
+)
+run = fit(job, plan="off", progress=False, save_every=0, out=os.environ["FOLDER"])
+whats = [entry.what for entry in run.ledger if "→" in entry.what]
+print(json.dumps([[run.history[-1]["train_loss"]], whats, [run.samples, run.plan.memory.checkpoint]]))
+"""
 
 
 @pytest.fixture
@@ -72,9 +104,9 @@ def run(tmp_path):
     if torch.cuda.mem_get_info(0)[0] < 60 * GIB:
         pytest.skip("needs 60 GiB of free GPU memory")
 
-    def run(body, *words, wide=False, capped=False):
+    def run(body, *words, wide=False, capped=""):
         (tmp_path / "train.py").write_text(f"wide = {wide}\n{COMMON}\n{body}")
-        environment = {**os.environ, "FOLDER": str(tmp_path / f"run-{capped}"), "CAPPED": "1" if capped else ""}
+        environment = {**os.environ, "FOLDER": str(tmp_path / f"run-{capped[:2]}"), "CAPPED": capped}
         command = [sys.executable, *words, "train.py"]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr
@@ -85,7 +117,7 @@ def run(tmp_path):
 
 def test_training_out_of_memory_on_a_pretended_t4_comes_to_the_loss_of_an_uncapped_run(run):
     theirs, none, samples, _ = run(FIT)
-    mine, faults, mine_samples, _ = run(FIT, capped=True)
+    mine, faults, mine_samples, _ = run(FIT, capped="t4")
     assert none == []
     assert next(what for what, _ in faults).startswith("checkpoint 0 → ")
     assert all("CUDA out of memory" in why for _, why in faults)
@@ -95,7 +127,7 @@ def test_training_out_of_memory_on_a_pretended_t4_comes_to_the_loss_of_an_uncapp
 
 def test_an_evaluation_out_of_memory_on_a_pretended_t4_comes_to_the_same_figures(run):
     theirs, none, _, _ = run(FIT, wide=True)
-    mine, faults, _, _ = run(FIT, wide=True, capped=True)
+    mine, faults, _, _ = run(FIT, wide=True, capped="t4")
     assert none == []
     assert any(what.startswith("evaluation batch ") for what, _ in faults)
     assert mine == pytest.approx(theirs, rel=1e-3)
@@ -103,6 +135,16 @@ def test_an_evaluation_out_of_memory_on_a_pretended_t4_comes_to_the_same_figures
 
 def test_a_script_out_of_memory_on_a_pretended_t4_goes_on_in_pieces_with_the_same_losses(run):
     theirs, _, _, _ = run(SCRIPT)
-    mine, _, _, stderr = run(SCRIPT, "-m", "hotlap", "run", "--out", "run", capped=True)
+    mine, _, _, stderr = run(SCRIPT, "-m", "hotlap", "run", "--out", "run", capped="t4")
     assert "out of memory at step 0: the forward pass of Net runs in " in stderr
     assert mine == pytest.approx(theirs, rel=1e-3)
+
+
+def test_larger_pieces_come_back_once_another_process_has_left_the_gpu(run):
+    theirs, none, samples, _ = run(BACK)
+    mine, whats, mine_samples, _ = run(BACK, capped="other process")
+    assert none == []
+    assert whats[0] == "checkpoint 0 → 1"
+    assert whats[-1] == "checkpoint 1 → 0"
+    assert mine == pytest.approx(theirs, rel=1e-3)
+    assert mine_samples == samples

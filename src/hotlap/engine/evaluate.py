@@ -32,7 +32,7 @@ from hotlap.engine.precision import Switches, precision_context
 from hotlap.engine.snapshot import Modes, Randomness
 from hotlap.engine.step import is_out_of_memory, let_go_of_frames
 from hotlap.machine.cuda import free_for_torch
-from hotlap.machine.memory_shortage import release_unused, shortage
+from hotlap.machine.memory_shortage import free_bytes, has_returned, release_unused, shortage
 
 
 class Evaluator:
@@ -49,6 +49,8 @@ class Evaluator:
         self._kept: _Kept | None = None
         self._most: int | None = None
         """Most samples at once, where more ran out of memory."""
+        self._was_free, self._asked = 0, 0
+        """Free memory when it ran out, and what was asked for."""
         self._seen = 0
         """Samples of the largest batch of the evaluation under way."""
         self.on_smaller: Callable[[str, str], None] = lambda what, why: None
@@ -95,6 +97,8 @@ class Evaluator:
         objective, device = self._objective, self._device
         modules = objective.modules
         modes, randomness = Modes(modules), Randomness(device)
+        if self._most is not None and has_returned(self._was_free, free_bytes(device), self._asked):
+            self._most = None
         for module in modules:
             module.eval()
         try:
@@ -127,6 +131,7 @@ class Evaluator:
         let_go_of_frames(error)
         self._captured = {}
         release_unused(self._device)
+        self._was_free, self._asked = free_bytes(self._device), short.asked_bytes or 0
         why = "; ".join([f"out of memory: {first_line(error)}", *short.notes])
         self.on_smaller(f"evaluation batch {before:,} → {self._most:,}", why)
 

@@ -25,6 +25,7 @@ from hotlap.engine.capture.captured_step import CapturedStep
 from hotlap.engine.rig import Place, Rig
 from hotlap.engine.snapshot import Randomness
 from hotlap.engine.step import EagerStep, Window, is_out_of_memory, let_go_of_frames
+from hotlap.fitting.memory_return import LargerPlans
 from hotlap.fitting.task import Task
 from hotlap.machine.memory_shortage import Shortage, held_bytes, release_unused, shortage
 
@@ -67,6 +68,8 @@ class Rescue:
         """How often batches since the last step were fetched again."""
         self._is_again = False
         """Whether the window in hand is made again under the same plan."""
+        self.larger = LargerPlans(rig)
+        """What did not fit, and may again."""
 
     def begins(self, window: Window) -> None:
         """Remember the state before the step of this window."""
@@ -83,6 +86,8 @@ class Rescue:
             self._before = None
         self._tried.clear()
         self._is_again, self._fetches = False, 0
+        if self.larger:
+            self.larger.went_through()
 
     def undo(self, error: Exception, window: Window) -> Place:
         """Leave nothing of a step that ran out of memory; the place in the data from which to go on.
@@ -189,10 +194,21 @@ class Rescue:
                 )
             ) from None
         why = "; ".join([f"out of memory: {line}{self._left}", *self._short.notes])
+        failed = rig.plan
         rig.use(smaller, why=why, outcome="fault")
         rig.release_other_plans()
         release_unused(rig.device)
+        self.larger.failed(failed, self._short.asked_bytes, fitted=bool(self._went_through.pop(failed, None)))
         return "; ".join([_described(smaller.memory), *self._short.notes])
+
+    def use_more(self) -> str | None:
+        """Put the training under the larger plan that it left, if that may fit again; what it is, and why."""
+        found = self.larger.next()
+        if found is None:
+            return None
+        plan, why = found
+        self._rig.use(plan, why=f"tried again, since {why}")
+        return f"{_described(plan.memory)}, since {why}"
 
 
 class _Before:

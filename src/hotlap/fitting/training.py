@@ -142,6 +142,8 @@ class _Loop:
             rescue.ended()
             step = rig.advance
             self.tuner.stepped(window.updates)
+            if rescue.larger:
+                self._use_more_memory()
             if self.tuner.done and not self._told:
                 self._tell_of_tuning()
             if (good := self.tuner.drifted()) is not None:
@@ -282,6 +284,12 @@ class _Loop:
         self._voice.warn(f"out of memory at step {rig.steps:,}; from here on: {less}")
         self._task = within(self._task, rig.plan.memory)
         self._choose_anew()
+
+    def _use_more_memory(self) -> None:
+        """Go back to larger pieces where they may fit again; not while plans are tried or replayed."""
+        if self._task.replayed is None and self.tuner.done and (more := self._rescue.use_more()) is not None:
+            self._voice.say(f"memory at step {self._rig.steps:,}, tried again: {more}")
+            self._task = within(self._task, self._rig.plan.memory)
 
     def save_after(self, error: Exception) -> None:
         """Save what was trained before an error, and add to the error the line that goes on from there."""

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hotlap.core.units import show_bytes
-from hotlap.machine.cuda import GpuProcess, cuda_gpu, read_driver, same_gpu, started_nvml
+from hotlap.core.units import MIB, show_bytes
+from hotlap.machine.cuda import GpuProcess, cuda_gpu, free_for_torch, read_driver, same_gpu, started_nvml
+from hotlap.machine.limits import read_memory
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +24,8 @@ _SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB)"
 _ASKED = re.compile(rf"[Tt]ried to allocate {_SIZE}")
 _UNUSED = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+RETURNED_BYTES = 64 * MIB
+"""Less than this, or than an eighth of what was free, has not returned: free memory of a host rises and falls."""
 MOST_NAMED = 4
 """Other processes that are named; the rest are counted."""
 
@@ -106,6 +109,26 @@ def held_bytes(device: torch.device) -> int:
     except (OSError, IndexError, ValueError):  # not Linux
         return 0
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def free_bytes(device: torch.device) -> int:
+    """The memory that tensors may still take; on the host within the limits of this process (`ulimit -v`, `-d`)."""
+    if device.type == "cuda":
+        return free_for_torch(device)
+    limits = []
+    with suppress(ImportError, OSError, IndexError, ValueError):  # not Linux
+        import resource
+
+        sizes = [int(pages) * os.sysconf("SC_PAGE_SIZE") for pages in Path("/proc/self/statm").read_text().split()]
+        for kind, taken in ((resource.RLIMIT_AS, sizes[0]), (resource.RLIMIT_DATA, sizes[5])):
+            soft = resource.getrlimit(kind)[0]
+            limits += [max(0, soft - taken)] if soft != resource.RLIM_INFINITY else []
+    return min((*limits, read_memory().free_bytes))
+
+
+def has_returned(before: int, now: int, asked_bytes: int | None) -> bool:
+    """Whether so much more memory is free than when it ran out that what was asked for may fit."""
+    return now - before >= max(RETURNED_BYTES, asked_bytes or 0, before // 8)
 
 
 def release_unused(device: torch.device) -> None:
