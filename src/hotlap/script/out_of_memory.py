@@ -1,4 +1,8 @@
-"""Out of memory in a script: hotlap makes the forward pass again in pieces, or says what would help."""
+"""Out of memory in a script: hotlap makes the forward pass again in pieces, or says what would help.
+
+A backward pass that has failed cannot be repeated: it has added to some gradients, run hooks and freed its graph. So
+where memory is tight, hotlap rehearses it before the script gets the outputs of the first calls of a size.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +19,10 @@ from hotlap.core.errors import TrainingError, first_line
 from hotlap.core.terminal import logger
 from hotlap.core.torch_private import dispatch_mode_count, frame_callback, or_none, peek_interpreter_stack
 from hotlap.engine.step import is_out_of_memory, let_go_of_frames
-from hotlap.machine.memory_shortage import release_unused, shortage
+from hotlap.machine.memory_shortage import free_bytes, held_bytes, release_unused, shortage
 from hotlap.script.calls.call import is_checkpointed
 from hotlap.script.calls.module_state import ModuleState
-from hotlap.script.calls.pieces import batch_of, fits, in_pieces, why_not_in_pieces
+from hotlap.script.calls.pieces import batch_of, fits, in_pieces, rehearse_backward, why_not_in_pieces
 from hotlap.script.calls.trees import leaves
 from hotlap.script.patches import Patches, untraced
 
@@ -42,6 +46,8 @@ class _Known:
         """The smallest size that ran out of memory."""
         self.pieces = 0
         """The pieces that this size needs."""
+        self.may_be_cut: bool | None = None
+        """Whether such calls can be made in pieces; None until memory was tight."""
 
     def went_through(self, size: int) -> None:
         self.times = self.times + 1 if size == self.fitted else 1
@@ -73,8 +79,9 @@ class ForwardRescue:
         self._patches, self._depth = Patches(), 0
         self._known: WeakKeyDictionary[nn.Module, tuple[_Known, _Known]] = WeakKeyDictionary()
         self._compiled_by = or_none(frame_callback) or (lambda: None)
-        self._quick: set[int] = set()
-        """Modules, by their id, of whose calls only errors are looked at any more, which takes a tenth of the time."""
+        self._quick: dict[int, int] = {}
+        """Modules, by their id, of whose calls up to this size only errors are looked at any more, which takes a tenth
+        of the time."""
         self.why_not: str | None = None
         """Why the last call that ran out of memory could not be made in pieces."""
         self.watches = False
@@ -122,13 +129,13 @@ class ForwardRescue:
 
         def called(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             original = nn.Module.__call__ if beneath is None else beneath
-            if id(module) in quick:
+            if id(module) in quick and (_size(args, kwargs) <= quick[id(module)] or not torch.is_grad_enabled()):
                 try:
                     return original(module, *args, **kwargs)
                 except Exception as error:
                     if not is_out_of_memory(error) or self._depth or not self._is_ours():
                         raise
-                    quick.discard(id(module))
+                    quick.pop(id(module), None)
                     known, own = self._known_of(module), functools.partial(self._own, original, module)
                     answer = None if known is None else self._answer(error, known, module, own, args, kwargs, None)
                     if answer is None:
@@ -154,11 +161,16 @@ class ForwardRescue:
         before, known, size = None, self._known_of(module), _size(args, kwargs)
         if known is None:
             return original(*args, **kwargs)
-        pieces = known.pieces_for(size)
+        pieces, held = known.pieces_for(size), 0
         if not pieces and (size > known.fitted or (size == known.fitted and known.times < TRIES)):
-            before = _state_of(module)
+            before, held = _state_of(module), held_bytes(_device_of(module))
         try:
             made = in_pieces(module, original, args, kwargs, pieces) if pieces else original(*args, **kwargs)
+            if before is not None and torch.is_grad_enabled() and _is_tight(module, held):
+                if not self._goes_back(made, known, module, original, args, kwargs):
+                    made = None  # its graph has to go first
+                    made = self._made_to_go_back(known, module, original, args, kwargs, before)
+                pieces = known.pieces_for(size)
         except Exception as error:
             if pieces and isinstance(error, TrainingError):  # this call's pieces do not go together
                 return original(*args, **kwargs)
@@ -170,11 +182,49 @@ class ForwardRescue:
             return answer[0]
         if not pieces and known.failed is None:
             known.calls += 1
-            if known.calls == NOTED:
-                self._quick.add(id(module))
+            if known.calls >= NOTED:
+                self._quick[id(module)] = max(size, known.fitted)
         if size >= known.fitted and not pieces:
             known.went_through(size)
         return made
+
+    def _goes_back(
+        self, made: Any, known: _Known, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any
+    ) -> bool:
+        """Whether the backward pass from these outputs fits though their graph stays, or pieces are no answer."""
+        try:
+            if known.may_be_cut is None:
+                reason = _why_not_here() or why_not_in_pieces(module, original, args, kwargs, _device_of(module))
+                known.may_be_cut = reason is None
+            if known.may_be_cut:
+                rehearse_backward(module, made, retain_graph=True)
+        except Exception as error:
+            let_go_of_frames(error)
+            return not is_out_of_memory(error)
+        return True
+
+    def _made_to_go_back(
+        self,
+        known: _Known,
+        module: nn.Module,
+        original: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        before: ModuleState,
+    ) -> Any:
+        """The outputs of a call, whole if its backward pass fits as the graph goes, else in pieces that fit."""
+        before.restore()
+        release_unused(_device_of(module))
+        try:
+            rehearse_backward(module, original(*args, **kwargs))
+        except Exception as error:
+            if is_out_of_memory(error):
+                unfit = ", which would have run out of memory"
+                answer = self._answer(error, known, module, original, args, kwargs, before, unfit)
+                if answer is not None:
+                    return answer[0]
+        before.restore()
+        return original(*args, **kwargs)
 
     def _known_of(self, module: nn.Module) -> _Known | None:
         """None for a module without weights, such as a loss, and where calls are not what they seem."""
@@ -197,14 +247,15 @@ class ForwardRescue:
         args: Any,
         kwargs: Any,
         before: ModuleState | None,
+        unfit: str = "",
     ) -> tuple[Any] | None:
         """The outputs of a call that ran out of memory, made in pieces; None if it has to fail."""
         let_go_of_frames(error)
         try:
             if before is not None:
                 before.restore()
-            if peek_interpreter_stack() is not None or dispatch_mode_count() > 0 or is_checkpointed():
-                self.why_not = "a transform or mode of torch is active"
+            if (reason := _why_not_here()) is not None:
+                self.why_not = reason
                 return None
             made = self._in_fewest_pieces(known, module, original, args, kwargs)
         except Exception as fault:
@@ -215,7 +266,7 @@ class ForwardRescue:
         finally:
             release_unused(_device_of(module))
         self.why_not = None
-        what = ", computed again in the backward pass" if torch.is_grad_enabled() else " (without gradients)"
+        what = f", computed again in the backward pass{unfit}" if torch.is_grad_enabled() else " (without gradients)"
         undone = "" if before is not None else "; what the failed call had drawn stays drawn"
         pieces = known.pieces_for(_size(args, kwargs))
         self._note(f"the forward pass of {type(module).__name__} runs in {pieces} pieces{what}{undone}")
@@ -258,11 +309,23 @@ def advice(error: BaseException, why_not: str | None, words: Sequence[str]) -> s
     why = (
         f"hotlap cannot make the forward pass in pieces, because {why_not}"
         if why_not is not None
-        else "it did not happen in a forward pass, and hotlap makes nothing else again"
+        else "it did not happen in a forward pass, and nothing else can be made again"
     )
     device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")  # type: ignore[no-untyped-call]
     command = " ".join(("hotlap memory", *(words or ("train.py",))))
     return "; ".join([f"out of memory: {why}", *shortage(error, device).notes, f"what would help: {command}"])
+
+
+def _why_not_here() -> str | None:
+    is_under_mode = peek_interpreter_stack() is not None or dispatch_mode_count() > 0 or is_checkpointed()
+    return "a transform or mode of torch is active" if is_under_mode else None
+
+
+def _is_tight(module: nn.Module, held: int) -> bool:
+    """Whether less is free than the gradients and once more what this call has taken; `held` was taken before it."""
+    device = _device_of(module)
+    gradients = sum(one.nbytes for one in module.parameters() if one.requires_grad and one.grad is None)
+    return free_bytes(device) < gradients + max(0, held_bytes(device) - held)
 
 
 def _size(args: Any, kwargs: Any) -> int:

@@ -67,14 +67,23 @@ def fits(module: nn.Module, original: Call, args: Any, kwargs: Any, pieces: int,
     most = -(-total // pieces)
     with ModuleState(module, device):
         args, kwargs = _rows((args, kwargs), total, slice(0, most))
-        outputs = leaves(_piece(module, original, args, kwargs))
-        beside = MARGIN_BYTES + 2 * pieces * sum(output.nbytes for output in outputs)
+        outputs = _piece(module, original, args, kwargs)
+        beside = MARGIN_BYTES + 2 * pieces * sum(output.nbytes for output in leaves(outputs))
         held = torch.empty(beside, dtype=torch.uint8, device=device)
-        wanting = [output for output in outputs if output.requires_grad]
-        weights = [weight for weight in module.parameters() if weight.requires_grad]
-        if wanting and weights:
-            gradients(wanting, weights, [torch.zeros_like(output) for output in wanting])
+        rehearse_backward(module, outputs)
         del held
+
+
+def rehearse_backward(module: nn.Module, outputs: Any, *, retain_graph: bool = False) -> None:
+    """Make the backward pass from these outputs with gradients of zero, which touches no `grad`; raises what it raises.
+
+    It makes the gradients that the weights lack; if they lack none, that of the first weight only.
+    """
+    wanting = [output for output in leaves(outputs) if output.requires_grad]
+    weights = [weight for weight in module.parameters() if weight.requires_grad]
+    lacking = [weight for weight in weights if weight.grad is None] or weights[:1]
+    if wanting and lacking:
+        gradients(wanting, lacking, [torch.zeros_like(output) for output in wanting], retain_graph=retain_graph)
 
 
 def _piece(module: nn.Module, original: Call, args: Any, kwargs: Any) -> Any:
