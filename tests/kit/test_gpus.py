@@ -18,9 +18,9 @@ from hotlap.core.units import GIB
 from hotlap.kit import gpus as kit
 from hotlap.kit.gpus import GpusFound
 from hotlap.kit.probe import ProbeResult
-from hotlap.kit.savings import Saving
 from hotlap.machine.catalogue import CATALOGUE, find_gpu
 from hotlap.monitor.prediction import as_it_is_s, at_best_s
+from hotlap.monitor.savings import Saving
 from hotlap.monitor.work import Work
 
 LARGE = Work(

@@ -27,6 +27,7 @@ from hotlap.engine.snapshot import Randomness
 from hotlap.engine.step import EagerStep, Window, is_out_of_memory, let_go_of_frames
 from hotlap.fitting.memory_return import LargerPlans
 from hotlap.fitting.task import Task
+from hotlap.fitting.what_would_fit import what_would_fit
 from hotlap.machine.memory_shortage import Shortage, held_bytes, release_unused, shortage
 
 MOST_AGAIN = 3
@@ -184,15 +185,10 @@ class Rescue:
         self._tried.append(_described(rig.plan.memory))
         smaller = _smaller(rig, max(window.sizes))
         if smaller is None:
-            raise TrainingError(
-                "; ".join(
-                    [
-                        f"out of memory at step {rig.steps:,}, whatever was tried ({'; '.join(self._tried)}): {line}",
-                        *self._short.notes,
-                        "use a smaller model, shorter samples or a GPU with more memory",
-                    ]
-                )
-            ) from None
+            why = f"out of memory at step {rig.steps:,}, whatever was tried ({'; '.join(self._tried)}): {line}"
+            fits = what_would_fit(rig, window)
+            cure = [] if fits else ["use a smaller model, shorter samples or a GPU with more memory"]
+            raise TrainingError("\n  ".join(["; ".join([why, *self._short.notes, *cure]), *fits])) from None
         why = "; ".join([f"out of memory: {line}{self._left}", *self._short.notes])
         failed = rig.plan
         rig.use(smaller, why=why, outcome="fault")

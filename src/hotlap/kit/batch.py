@@ -19,7 +19,8 @@ from hotlap.kit.bench import JobTrials, only_new_garbage, opened, room_on
 from hotlap.kit.probe import BEGINS_S, RUNS, ProbeRequest, ProbeResult, ScriptTrials, run_probe
 from hotlap.kit.savings import Trials
 from hotlap.kit.search import KNEE, Search, Searched, Trial, Try, fastest, knee
-from hotlap.kit.start_size import StartSize, keep_measured, kind_of_model, start_size
+from hotlap.kit.start_size import StartSize, keep_measured, start_size
+from hotlap.monitor.model_kind import kind_of_model
 from hotlap.script.running import Target
 
 RESERVE = 0.1

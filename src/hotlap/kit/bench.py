@@ -34,13 +34,13 @@ from hotlap.engine.step import Window, is_out_of_memory, let_go_of_frames
 from hotlap.fitting.task import OFF, set_up
 from hotlap.kit.probe import ProbeResult
 from hotlap.kit.samples import longest_first
-from hotlap.kit.savings import Saving, least_batch, model_facts
 from hotlap.kit.search import Trial
 from hotlap.kit.update_watch import KINDS, UpdateWatch
 from hotlap.machine.cuda import usable_bytes
 from hotlap.machine.limits import read_memory
 from hotlap.monitor.growing_memory import GrowingMemory, GrowthWatch
 from hotlap.monitor.live_tensors import LiveTensors
+from hotlap.monitor.savings import Saving, least_batch, model_facts
 from hotlap.monitor.work import Work, count_work
 
 WARM, BLOCKS, BLOCK_S = 3, 5, 0.04

@@ -17,8 +17,8 @@ from hotlap.kit.batch import COUNTED, MOST_S, RESERVE
 from hotlap.kit.bench import JobTrials, opened
 from hotlap.kit.memory import update_of
 from hotlap.kit.probe import BEGINS_S, LAP_S, LAPS, RUNS, ProbeRequest, ProbeResult, run_probe
-from hotlap.kit.savings import ModelFacts, Saving, savings
-from hotlap.kit.search import TooShortError, Trial
+from hotlap.kit.savings import savings
+from hotlap.kit.search import TooShortError
 from hotlap.machine.catalogue import CATALOGUE, GpuModel
 from hotlap.monitor.prediction import (
     AS_IT_IS_ERROR,
@@ -29,6 +29,7 @@ from hotlap.monitor.prediction import (
     at_best_s,
     best_format,
 )
+from hotlap.monitor.savings import ModelFacts, Saving
 from hotlap.monitor.work import Work
 from hotlap.script.running import Target
 
@@ -259,26 +260,6 @@ def _off(error: Error) -> str:
     return f"within {error.within:.2g}x in {error.works} trainings"
 
 
-class Untried:
-    """Tries nothing, so that savings are predicted alone."""
-
-    def of_size(self, size: int, timed: bool) -> Trial:
-        """Is never asked."""
-        raise NotImplementedError
-
-    def in_pieces(self, size: int) -> Saving:
-        """A saving that is not tried."""
-        return Saving(why_not="hotlap memory tries it")
-
-    def checkpointed(self, blocks: int) -> Saving:
-        """A saving that is not tried."""
-        return Saving(why_not="hotlap memory tries it")
-
-    def in_precision(self, precision: str) -> Saving:
-        """A saving that is not tried."""
-        return Saving(why_not="hotlap memory tries it")
-
-
 def gpus_of_job(job: Job, *, name: str, say: Say) -> GpusFound:
     """`hotlap.gpus` for a job, in this process."""
     with opened(job) as bench:
@@ -334,7 +315,7 @@ def _found(name: str, seen: ProbeResult, work: Work, step_s: float) -> GpusFound
         here=None if here is None else here.key,
         step_s=step_s if here is not None else None,
         correction=1.0 if here is None else step_s / as_it_is_s(work, here),
-        savings=tuple(savings(update, ModelFacts(**seen.model), Untried())) if seen.model else (),
+        savings=tuple(savings(update, ModelFacts(**seen.model))) if seen.model else (),
         notes=tuple(notes),
     )
 

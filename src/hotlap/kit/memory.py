@@ -17,10 +17,11 @@ from hotlap.core.units import show_bytes
 from hotlap.kit.batch import COUNTED, MOST_S
 from hotlap.kit.bench import JobTrials, opened
 from hotlap.kit.probe import BEGINS_S, LAP_S, LAPS, RUNS, ProbeRequest, ProbeResult, ScriptTrials, run_probe
-from hotlap.kit.savings import ModelFacts, Saving, Trials, Update, savings, table
+from hotlap.kit.savings import Trials, savings, table
 from hotlap.kit.search import TooShortError
 from hotlap.kit.update_watch import KINDS
 from hotlap.monitor.growing_memory import GrowingMemory
+from hotlap.monitor.savings import ModelFacts, Saving, Update
 from hotlap.plots import round_marks
 from hotlap.script.running import Target
 from hotlap.store.files import write_text

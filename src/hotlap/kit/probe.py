@@ -19,9 +19,9 @@ from typing import Any
 
 from hotlap.core.errors import HotlapError, StoreError, TrainingError
 from hotlap.core.terminal import Say
-from hotlap.kit.savings import Saving
 from hotlap.kit.search import TooShortError, Trial
 from hotlap.kit.working_copy import WorkingCopy
+from hotlap.monitor.savings import Saving
 from hotlap.script.running import Target
 
 LAP_ROUNDS = 8

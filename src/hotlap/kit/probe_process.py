@@ -43,11 +43,11 @@ from hotlap.engine.step import is_out_of_memory
 from hotlap.kit.bench import count_training, rest_of, room_on
 from hotlap.kit.probe import FEEDS, LAP_ROUNDS, ProbeRequest, ProbeResult
 from hotlap.kit.samples import LongestSampler, costs_of, longest_in
-from hotlap.kit.savings import model_facts
 from hotlap.kit.update_watch import UpdateWatch
 from hotlap.kit.working_copy import WriteGuard
 from hotlap.monitor.growing_memory import GrowthWatch
 from hotlap.monitor.live_tensors import LiveTensors, is_users_file
+from hotlap.monitor.savings import model_facts
 from hotlap.monitor.work import WorkCount
 from hotlap.script.calls.eager import why_not_changed
 from hotlap.script.feed.epoch import EpochIterator
