@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import gc
 import itertools
+import re
 import sys
 
 import pytest
@@ -19,7 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Tensor
 from hotlap import Job, Plan, Rig, TrainingError, fit, moves
 from hotlap.engine.rig import Place
 from hotlap.engine.step import is_out_of_memory
-from hotlap.fitting import memory_return
+from hotlap.fitting import memory_return, what_would_fit
 from hotlap.fitting.rescue import Rescue
 from hotlap.machine.cuda import GpuProcess
 from hotlap.moves import Move
@@ -127,6 +128,7 @@ def free(monkeypatch):
     free = FreeMemory()
     monkeypatch.setattr("hotlap.fitting.memory_return.free_bytes", free)
     monkeypatch.setattr("hotlap.engine.evaluate.free_bytes", free)
+    monkeypatch.setattr(what_would_fit, "free_bytes", free)
     return free
 
 
@@ -263,6 +265,61 @@ def test_where_nothing_helps_one_line_says_what_was_tried():
         "4 blocks checkpointed, micro-batches of 2; 4 blocks checkpointed, micro-batches of 1): "
         f"{MESSAGE}; use a smaller model, shorter samples or a GPU with more memory"
     )
+
+
+class Full(Device):
+    """Has no memory for numbers, though shapes can be followed."""
+
+    def __call__(self, model, batch):
+        if batch[0].device.type != "meta":
+            raise torch.OutOfMemoryError(MESSAGE)
+        return model(batch[0]), batch[1]
+
+
+def test_where_one_change_would_make_it_fit_the_message_has_it_with_its_memory_as_a_line_to_type(free):
+    weights = sum(parameter.nbytes for parameter in Blocks().parameters())
+    free.bytes = int(1.9 * weights)  # beside the weights: room for gradients, and not for what AdamW keeps
+    with pytest.raises(TrainingError) as caught:
+        trained(Full())
+    first, second, *lines = str(caught.value).splitlines()
+    assert first.endswith(MESSAGE)
+    assert re.fullmatch(
+        r"  at least .*KiB are needed, .*KiB can be had; with one of these changes it would fit:", second
+    )
+    (line,) = [line for line in lines if "torch.optim.SGD" in line]
+    assert line.startswith("  optimizer=lambda p: torch.optim.SGD(p, lr=…)  ")
+    assert line.endswith("KiB, an optimizer without state (it changes what the model learns)")
+
+
+@pytest.mark.parametrize(("kind", "checkpoint"), [("gather", 0), ("resident", 0), ("gather", BLOCKS)])
+def test_an_update_is_counted_without_memory_as_it_is_with(kind, checkpoint):
+    model, kept = Blocks(norm=True), {}
+    plan = Plan().but(kind=kind, checkpoint=checkpoint)
+    rig = Rig(model, lambda p: torch.optim.AdamW(p, lr=0.01), nn.CrossEntropyLoss(), plan=plan, device="cpu")
+    data = job_for(None).data
+    window = next(rig.feed(data, batch_size=BATCH, epochs=1))
+    mine = {tensor.untyped_storage().data_ptr() for tensor in model.parameters()}
+    before = [buffer.clone() for buffer in model.buffers()]
+    counted = what_would_fit._counted(rig, window)
+    assert all(map(torch.equal, before, model.buffers()))
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    batch = tuple(column[:BATCH] for column in data)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+    others = {*mine, *(column.untyped_storage().data_ptr() for column in batch)}
+    real = sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in others)
+    assert loss.isfinite()
+    if checkpoint:
+        assert 0 < counted.kinds["activations"] < 0.6 * real
+    else:
+        assert counted.kinds["activations"] == pytest.approx(real, rel=0.1)  # torch keeps less of a batch norm there
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    assert counted.kinds["gradients"] == weights
+    assert counted.kinds["optimizer"] == 2 * weights
 
 
 def test_batch_norms_are_never_given_a_piece_of_one_sample():

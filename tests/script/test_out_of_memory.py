@@ -312,3 +312,90 @@ def test_a_call_that_fails_otherwise_fails_as_before():
     finally:
         rescue.remove()
     assert "__call__" not in vars(nn.Linear)
+
+
+# --- the backward pass -----------------------------------------------------------------------------------
+
+
+class Steep(torch.autograd.Function):
+    """Its backward pass fits so many samples; it counts those that it makes."""
+
+    most, made = 4, []
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        Steep.made.append(len(grad))
+        if len(grad) > Steep.most:
+            raise torch.OutOfMemoryError(MESSAGE)
+        return grad.clone()
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.drop = nn.Linear(4, 4), nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.drop(Steep.apply(self.inner(x)))
+
+
+@pytest.fixture
+def rescued(monkeypatch):
+    """A model that is watched, on a device with so many bytes free."""
+    Steep.made, lines, model = [], [], Net()
+    rescue = ForwardRescue(lambda: True, lines.append)
+    rescue.watch([model])
+
+    def with_free(count):
+        monkeypatch.setattr("hotlap.script.out_of_memory.free_bytes", lambda device: count)
+        return model, lines
+
+    yield with_free
+    rescue.remove()
+
+
+def test_a_backward_pass_that_would_not_fit_is_seen_before_the_script_gets_the_outputs(rescued):
+    (model, lines), x = rescued(0), torch.ones(8, 4)
+    model.drop.p = 0.0
+    out = model(x)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    out.square().mean().backward()
+    assert lines == [
+        "the forward pass of Net runs in 2 pieces, computed again in the backward pass, which would have run out of "
+        "memory"
+    ]
+    theirs = torch.autograd.grad(model.inner(x).square().mean(), model.inner.weight)[0]
+    torch.testing.assert_close(model.inner.weight.grad, theirs)
+
+
+def test_a_backward_pass_that_fits_leaves_outputs_and_masks_as_they_are(rescued):
+    (model, lines), x = rescued(0), torch.ones(4, 4)
+    torch.manual_seed(0)
+    mine = model(x)
+    torch.manual_seed(0)
+    theirs = model.forward(x)
+    assert torch.equal(mine, theirs)
+    assert lines == []
+
+
+def test_nothing_is_rehearsed_where_memory_is_ample_and_the_script_fails_in_its_own_backward_pass(rescued):
+    model, lines = rescued(2**50)
+    out = model(torch.ones(8, 4))
+    assert Steep.made == []
+    with pytest.raises(torch.OutOfMemoryError):
+        out.sum().backward()
+    assert lines == []
+
+
+def test_a_larger_call_is_rehearsed_though_many_smaller_ones_went_through(rescued):
+    model, lines = rescued(0)
+    for _ in range(20):
+        model(torch.ones(2, 4)).sum().backward()
+        model.zero_grad()
+    assert len(Steep.made) == 22  # the first two were rehearsed
+    model(torch.ones(8, 4))
+    assert len(lines) == 1

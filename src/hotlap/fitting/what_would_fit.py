@@ -24,21 +24,11 @@ from hotlap.engine.objective import Objective
 from hotlap.engine.rig import Rig
 from hotlap.engine.step import Window
 from hotlap.machine.memory_shortage import free_bytes
-from hotlap.monitor.savings import Saving, Update, checkpointed, half_precision, model_facts, smaller_samples
+from hotlap.monitor.savings import CHANGES, Saving, Update, checkpointed, half_precision, model_facts, smaller_samples
 
 log = logger(__name__)
 META = torch.device("meta")
-STATES = {
-    "SGD": 0,
-    "Adagrad": 1,
-    "RMSprop": 1,
-    "Adam": 2,
-    "AdamW": 2,
-    "NAdam": 2,
-    "RAdam": 2,
-    "Adamax": 2,
-    "Adadelta": 2,
-}
+KEPT = {"Adagrad": 1, "RMSprop": 1, **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta"), 2)}
 """Numbers that torch's optimizers keep for each weight; one more with momentum."""
 
 
@@ -51,9 +41,8 @@ def what_would_fit(rig: Rig, window: Window) -> list[str]:
         update, room = _counted(rig, window), _room(rig)
         if update.peak_bytes <= room:
             return []  # what it lacks is not in the count
-        found = [
-            (one, line) for one, line in _changes(rig, window, update) if (one.predicted_bytes or room + 1) <= room
-        ]
+        every = _changes(rig, window, update)
+        found = [(one, line) for one, line in every if one.predicted_bytes is not None and one.predicted_bytes <= room]
     except Exception as error:  # such as a model that reads its numbers
         log.info("what would fit cannot be counted: %s", first_line(error))
         return []
@@ -80,9 +69,7 @@ def _changes(rig: Rig, window: Window, update: Update) -> Iterator[tuple[Saving,
         yield half_precision(update, facts), f'fit(job, plan={{"precision": "{facts.precision}"}})'
     plain = update.peak_bytes - update.kinds["optimizer"]
     if plain < update.peak_bytes:
-        one = Saving(
-            what="an optimizer without state", predicted_bytes=plain, changes="it changes what the model learns"
-        )
+        one = Saving(what="an optimizer without state", predicted_bytes=plain, changes=CHANGES)
         yield one, "optimizer=lambda p: torch.optim.SGD(p, lr=…)"
     for one in smaller_samples(update, facts):
         yield one, "data with smaller samples"
@@ -94,7 +81,7 @@ def _counted(rig: Rig, window: Window) -> Update:
     trained = sum(one.nbytes for one in weights.values() if one.requires_grad)
     states = sum(one.nbytes for one in _states(rig))
     kind, groups = type(rig.optimizer).__name__, rig.optimizer.param_groups
-    values = STATES.get(kind, 0) + any(group.get("momentum") for group in groups)
+    values = KEPT.get(kind, 0) + any(group.get("momentum") for group in groups)
     batch, samples = _first(window), max(window.sizes)
     layers, outputs = _activations(rig, batch, samples)
     kinds = {
@@ -125,7 +112,8 @@ def _activations(rig: Rig, batch: Batch, samples: int) -> tuple[dict[str, int], 
     whole = _Whole(rig.objective, samples)
     names = {id(part): name for name, part in rig.model.named_modules()}
     weights = {name: one.detach().to(META).requires_grad_(one.requires_grad) for name, one in _weights(rig).items()}
-    known = {_storage_of(one): one for one in weights.values()}
+    batch = map_tensors(batch, partial(Tensor.to, device=META))
+    known = {_storage_of(one): one for one in (*weights.values(), *tensors_in(batch))}
     layers: dict[str, int] = {}
     outputs: dict[str, int] = {}
     inside: list[str] = []
@@ -150,7 +138,7 @@ def _activations(rig: Rig, batch: Batch, samples: int) -> tuple[dict[str, int], 
         hooks.callback(register_module_forward_pre_hook(enters).remove)
         hooks.callback(register_module_forward_hook(leaves, always_call=True).remove)
         hooks.enter_context(saved_tensors_hooks(keep, lambda tensor: tensor))
-        functional_call(whole, weights, (map_tensors(batch, partial(Tensor.to, device=META)),))
+        functional_call(whole, weights, (batch,))
     return layers, outputs
 
 
