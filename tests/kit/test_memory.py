@@ -22,6 +22,7 @@ from hotlap.kit import memory as kit
 from hotlap.kit import savings
 from hotlap.kit.memory import draw_course, memory_of_script
 from hotlap.kit.probe import ProbeResult, ScriptTrials
+from hotlap.monitor import savings as predicted
 from hotlap.monitor.growing_memory import FIRST, TURNS, GrowthWatch, grown
 from hotlap.script.running import Target
 
@@ -125,7 +126,7 @@ def with_bf16(monkeypatch, support):
     """Has the CPU as one that has bf16 so."""
     facts = machine.dtype_facts(torch.device("cpu"))
     facts = {**facts, "bf16": replace(facts["bf16"], support=support, reason="it says so")}
-    monkeypatch.setattr(savings.machine, "dtype_fact", lambda device, dtype: facts[dtype])
+    monkeypatch.setattr(predicted.machine, "dtype_fact", lambda device, dtype: facts[dtype])
 
 
 @pytest.fixture
@@ -149,10 +150,10 @@ def test_half_precision_is_timed_where_the_hardware_has_it(monkeypatch, without_
 
 def test_half_precision_is_predicted_and_not_tried_where_it_is_emulated(monkeypatch):
     with_bf16(monkeypatch, machine.Support.EMULATED)
-    facts = savings.model_facts(nn.Linear(2, 2), None, torch.device("cpu"))
+    facts = predicted.model_facts(nn.Linear(2, 2), None, torch.device("cpu"))
     kinds = {"parameters": 10, "activations": 60}
     figures = {"samples": 1, "effective_batch": 1, "peak_bytes": 100, "step_s": 1.0}
-    update = savings.Update(kinds=kinds, layers={}, outputs={}, **figures)
+    update = predicted.Update(kinds=kinds, layers={}, outputs={}, **figures)
     cast, smaller = savings.savings(update, facts, trials=None)[2:]
     assert (cast.predicted_bytes, cast.peak_bytes, cast.why_not) == (75, None, "it says so")
     assert smaller.why_not == "their size is unknown"
