@@ -5,7 +5,7 @@
 Measured: step times in the files of `benchmarks/results` that each row names, by a quote that stands in the file.
 Predicted: from the work of one update, counted here, and the published rates of an H200. The factors that predict a
 work come from the other works alone. The last lines give the factors that all works together come to; the exit code
-is 1 if those in `hotlap/monitor/prediction.py` differ from them by more than 2 %.
+is 1 if those in `hotlap/machine/prediction.py` differ from them by more than 2 %.
 
 Nothing is trained: large models compute with tensors that have shapes and no numbers.
 """
@@ -33,9 +33,9 @@ from benchmarks.networks import NETWORKS
 from benchmarks.texts import NUMBERS, TextWork, text_works
 from benchmarks.versions import versions
 from benchmarks.work import WORKS, Work
+from hotlap.machine import prediction
 from hotlap.machine.catalogue import find_gpu
-from hotlap.monitor import work as counted
-from hotlap.monitor.prediction import (
+from hotlap.machine.prediction import (
     AS_IT_IS,
     AS_IT_IS_ERROR,
     AT_BEST,
@@ -45,6 +45,7 @@ from hotlap.monitor.prediction import (
     as_it_is_s,
     at_best_s,
 )
+from hotlap.monitor import work as counted
 
 RESULTS = Path(__file__).parent / "results"
 H200 = find_gpu("h200")
@@ -65,7 +66,7 @@ START = Factors(arithmetic=0.3, traffic=0.3, launch_s=3e-6, issue_s=3e-5, begin_
 SAME = 1.02
 """Factors count as the same up to this ratio."""
 ENCODER = "Encoder of BERT-base's size, 128 tokens, batch 32"
-Predict = Callable[[counted.Work, Factors], float]
+Predict = Callable[[prediction.Work, Factors], float]
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ def loss_of(work: Work, model: nn.Module, batch: Any) -> Tensor:
     return loss
 
 
-def work_of(work: Work) -> counted.Work:
+def work_of(work: Work) -> prediction.Work:
     """What an update asks of a GPU."""
     is_large = work.images or isinstance(work, TextWork)
     model, made = work.build().train(), batch_of(work)
@@ -230,7 +231,7 @@ class Part:
     free: tuple[str, ...]
     """The factors that are fitted."""
 
-    def fitted(self, works: Mapping[str, counted.Work], without: str = "") -> Factors:
+    def fitted(self, works: Mapping[str, prediction.Work], without: str = "") -> Factors:
         """The factors with the least squares of relative errors: one after the other moves while that helps."""
         rows = {name: row for name, row in self.rows.items() if name != without}
 
@@ -249,7 +250,7 @@ class Part:
             step = step if moved else step / 2
         return best
 
-    def predicted(self, works: Mapping[str, counted.Work]) -> dict[str, float]:
+    def predicted(self, works: Mapping[str, prediction.Work]) -> dict[str, float]:
         """For each work the seconds of a step, with factors from all others."""
         return {name: self.predict(works[name], self.fitted(works, without=name)) for name in self.rows}
 
@@ -303,11 +304,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if is_known else 1
 
 
-def _as_it_is(work: counted.Work, factors: Factors) -> float:
+def _as_it_is(work: prediction.Work, factors: Factors) -> float:
     return as_it_is_s(work, H200, factors)
 
 
-def _at_best(work: counted.Work, factors: Factors) -> float:
+def _at_best(work: prediction.Work, factors: Factors) -> float:
     return at_best_s(work, H200, factors)
 
 

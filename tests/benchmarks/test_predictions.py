@@ -5,7 +5,7 @@ import json
 import pytest
 from benchmarks.predictions import AS_WRITTEN, FAST, PARTS, RESULTS, WRITTEN
 
-from hotlap.monitor.work import Work
+from hotlap.machine.prediction import Work
 
 STORED = json.loads((RESULTS / "predictions-h200.json").read_text())
 

@@ -19,9 +19,8 @@ from hotlap.kit import gpus as kit
 from hotlap.kit.gpus import GpusFound
 from hotlap.kit.probe import ProbeResult
 from hotlap.machine.catalogue import CATALOGUE, find_gpu
-from hotlap.monitor.prediction import as_it_is_s, at_best_s
+from hotlap.machine.prediction import Work, as_it_is_s, at_best_s
 from hotlap.monitor.savings import Saving
-from hotlap.monitor.work import Work
 
 LARGE = Work(
     operations=200, launches=190, flops={"tf32": 2e12}, bytes=4e10, narrow_bytes=2e10,

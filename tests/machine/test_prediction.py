@@ -6,8 +6,7 @@ from dataclasses import fields, replace
 import pytest
 
 from hotlap.machine.catalogue import CATALOGUE, find_gpu
-from hotlap.monitor.prediction import AS_IT_IS, AT_BEST, Error, Factors, as_it_is_s, at_best_s, best_format
-from hotlap.monitor.work import Work
+from hotlap.machine.prediction import AS_IT_IS, AT_BEST, Error, Factors, Work, as_it_is_s, at_best_s, best_format
 
 T4, A100, H200 = map(find_gpu, ("t4", "a100-80", "h200"))
 NOTHING = Work(operations=0, launches=0, flops={}, bytes=0, narrow_bytes=0)

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from hotlap.machine.prediction import Work
 from hotlap.monitor.bound import least_traffic
-from hotlap.monitor.work import Work, count_work
+from hotlap.monitor.work import count_work
 
 
 def updates(model, x, loss=None, optimizer=None):

@@ -13,6 +13,8 @@ from finished_runs import LEDGER, fitted, small_job, tuned
 
 import hotlap
 from hotlap.core.errors import StoreError
+from hotlap.machine import find_gpu
+from hotlap.machine.prediction import as_it_is_s, at_best_s, work_in
 from hotlap.report import report_of, write_report
 from hotlap.report.document import Chart, Checklist, Code, Table
 
@@ -26,6 +28,7 @@ ORDER = (
     "pace",
     "usage",
     "phases",
+    "gpus",
     "reuse",
     "data",
     "settings",
@@ -423,6 +426,56 @@ def test_tuning_that_cost_more_than_it_saved_is_no_speed_up(tmp_path):
     tuned(tmp_path / "run", entries)
     headline = report_of(tmp_path / "run").headline
     assert headline.startswith("No faster as a whole: tuning cost more than it saved. Since then 2.0x [1.90, 2.10]")
+
+
+WORK = {"work_operations": 200.0, "work_launches": 150.0, "work_bytes": 4e9, "work_narrow_bytes": 2e9}
+WORK |= {"work_flops_fp32": 5e11, "work_step_bytes": 1e8, "work_least_step_bytes": 1e8}
+
+
+def counted(folder, **figures):
+    """A tuned run whose update was counted."""
+    entries = [dict(entry) for entry in LEDGER]
+    at = next(at for at, entry in enumerate(entries) if entry["what"] == "baseline")
+    entries[at]["figures"] = {**entries[at]["figures"], **WORK, **figures}
+    return tuned(folder, entries)
+
+
+def test_the_time_on_other_gpus_is_predicted_from_the_counted_update_with_its_error(tmp_path):
+    run = counted(tmp_path / "run")
+    report = report_of(tmp_path / "run")
+    (table,) = blocks(report, "gpus", Table)
+    rows = {row[0]: row[1:] for row in table.rows}
+    work = work_in(WORK)
+    assert work is not None
+    h200 = find_gpu("h200")
+    update, best, _, whole, whole_at_best, compared = rows[h200.name]
+    assert (update.value, best.value) == (as_it_is_s(work, h200), at_best_s(work, h200))
+    assert whole.value == pytest.approx(run.steps * update.value)
+    assert whole_at_best.value == pytest.approx(run.steps * best.value)
+    assert compared == "measured"
+    assert {row[-1] for name, row in rows.items() if name != h200.name} == {"never measured"}
+    text = write_report(tmp_path / "run", tmp_path / "report.md").read_text(encoding="utf-8")
+    assert "## On other GPUs" in text
+    assert "within 1.7x in 18 trainings on an H200" in text
+
+
+def test_a_run_on_a_listed_gpu_corrects_the_prediction_by_its_own_time(tmp_path):
+    run = counted(tmp_path / "run", step_s=0.5)
+    gpu = {"name": "NVIDIA H200", "compute_capability": "9.0", "memory_bytes": 2**37}
+    environment = json.loads((run.folder / "environment.json").read_text())
+    (run.folder / "environment.json").write_text(json.dumps({**environment, "gpus": [gpu], "pretend": None}))
+    state = {"pid": 1, "at": 1000.0, "ended": True, "device": "cuda:0", "steps": run.steps}
+    (run.folder / "live.json").write_text(json.dumps(state))
+    (table,) = blocks(report_of(run.folder), "gpus", Table)
+    (at,) = table.marked
+    assert table.rows[at][0] == find_gpu("h200").name
+    assert table.rows[at][1].value == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("figures", [{"work_bytes": -1.0}, {"work_operations": float("nan")}, {"work_other": 1.0}])
+def test_figures_that_are_no_work_predict_nothing(tmp_path, figures):
+    counted(tmp_path / "run", **figures)
+    assert "gpus" not in keys(report_of(tmp_path / "run"))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -38,10 +38,11 @@ from hotlap.kit.search import Trial
 from hotlap.kit.update_watch import KINDS, UpdateWatch
 from hotlap.machine.cuda import usable_bytes
 from hotlap.machine.limits import read_memory
+from hotlap.machine.prediction import Work
 from hotlap.monitor.growing_memory import GrowingMemory, GrowthWatch
 from hotlap.monitor.live_tensors import LiveTensors
 from hotlap.monitor.savings import Saving, least_batch, model_facts
-from hotlap.monitor.work import Work, count_work
+from hotlap.monitor.work import count_work
 
 WARM, BLOCKS, BLOCK_S = 3, 5, 0.04
 """Updates before timing; timed blocks, of which the median counts; least seconds of a block."""

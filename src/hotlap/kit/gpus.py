@@ -20,17 +20,17 @@ from hotlap.kit.probe import BEGINS_S, LAP_S, LAPS, RUNS, ProbeRequest, ProbeRes
 from hotlap.kit.savings import savings
 from hotlap.kit.search import TooShortError
 from hotlap.machine.catalogue import CATALOGUE, GpuModel
-from hotlap.monitor.prediction import (
+from hotlap.machine.prediction import (
     AS_IT_IS_ERROR,
     AT_BEST_ERROR,
     MEASURED,
     Error,
+    Work,
     as_it_is_s,
     at_best_s,
     best_format,
 )
 from hotlap.monitor.savings import ModelFacts, Saving
-from hotlap.monitor.work import Work
 from hotlap.script.running import Target
 
 HEADROOM, NEAR = 1.3, 1.5

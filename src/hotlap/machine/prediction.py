@@ -12,12 +12,73 @@ predicted with factors that come from the others.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Final
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
 
 from hotlap.machine.catalogue import GpuModel
-from hotlap.monitor.work import Work
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What an update asks of a GPU. Raises ValueError if a figure is negative."""
+
+    operations: float
+    """That the host issues, the optimizer's included."""
+    launches: float
+    """Kernels that run one after the other outside of the optimizer: an operation, or a time step of a recurrent
+    layer."""
+    flops: Mapping[str, float]
+    """Floating-point operations of products, by the number format that a GPU computes them in by torch's switches."""
+    bytes: float
+    """Read and written outside of the optimizer."""
+    narrow_bytes: float
+    """The same if each number took 16 bits."""
+    step_bytes: float = 0.0
+    """Read and written by the optimizer."""
+    least_step_bytes: float = 0.0
+    """What a fused optimizer has to read and write."""
+    unfused: bool = False
+    """Whether recurrent layers ran in many small operations, as some do on a CPU. A GPU takes fewer."""
+
+    def __post_init__(self) -> None:
+        figures = {**self.to_dict(), **self.flops}
+        figures.pop("flops")
+        for name, value in figures.items():
+            if not value >= 0:
+                raise ValueError(f"{name}={value!r} must be a number and not negative")
+
+    @property
+    def total_flops(self) -> float:
+        """In all formats."""
+        return sum(self.flops.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**asdict(self), "flops": dict(self.flops)}
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Plain numbers for an entry of the ledger, which `work_in` reads."""
+        named = {name: float(value) for name, value in self.to_dict().items() if name != "flops"}
+        return {f"work_{name}": value for name, value in (named | self._flops_by_name).items()}
+
+    @property
+    def _flops_by_name(self) -> dict[str, float]:
+        return {f"flops_{name}": count for name, count in self.flops.items()}
+
+
+def work_in(figures: Mapping[str, float]) -> Work | None:
+    """The work among the figures of an entry; None if there is none, or they are no work."""
+    named = {name.removeprefix("work_"): value for name, value in figures.items() if name.startswith("work_")}
+    flops = {name.removeprefix("flops_"): named.pop(name) for name in list(named) if name.startswith("flops_")}
+    if "operations" not in named or not all(map(math.isfinite, (*named.values(), *flops.values()))):
+        return None
+    try:
+        return Work(flops=flops, unfused=bool(named.pop("unfused", 0.0)), **named)
+    except (TypeError, ValueError):
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)

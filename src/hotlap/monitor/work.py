@@ -6,9 +6,8 @@ attention leaves out its dropout, so that it runs as one operation. Only the cou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 import torch
@@ -18,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from hotlap.machine.prediction import Work
 from hotlap.machine.tf32 import tf32_in_force
 from hotlap.monitor.bound import least_traffic
 from hotlap.monitor.census import Counting, Operation
@@ -25,45 +25,6 @@ from hotlap.monitor.census import Counting, Operation
 _NARROW = 2
 """Bytes of a number in 16 bits."""
 _FORMATS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """What an update asks of a GPU. Raises ValueError if a figure is negative."""
-
-    operations: float
-    """That the host issues, the optimizer's included."""
-    launches: float
-    """Kernels that run one after the other outside of the optimizer: an operation, or a time step of a recurrent
-    layer."""
-    flops: Mapping[str, float]
-    """Floating-point operations of products, by the number format that a GPU computes them in by torch's switches."""
-    bytes: float
-    """Read and written outside of the optimizer."""
-    narrow_bytes: float
-    """The same if each number took 16 bits."""
-    step_bytes: float = 0.0
-    """Read and written by the optimizer."""
-    least_step_bytes: float = 0.0
-    """What a fused optimizer has to read and write."""
-    unfused: bool = False
-    """Whether recurrent layers ran in many small operations, as some do on a CPU. A GPU takes fewer."""
-
-    def __post_init__(self) -> None:
-        figures = {**self.to_dict(), **self.flops}
-        figures.pop("flops")
-        for name, value in figures.items():
-            if not value >= 0:
-                raise ValueError(f"{name}={value!r} must be a number and not negative")
-
-    @property
-    def total_flops(self) -> float:
-        """In all formats."""
-        return sum(self.flops.values())
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return {**asdict(self), "flops": dict(self.flops)}
 
 
 class WorkCount(Counting):

@@ -12,6 +12,7 @@ from hotlap.core.units import show_seconds
 from hotlap.plots.trainings import NO_METRICS
 from hotlap.report.checks import LOOK, OK, checks_of
 from hotlap.report.document import Block, Cell, Checklist, Code, Report, Section, Table, Text, Tile, score, seconds
+from hotlap.report.other_gpus import on_other_gpus
 from hotlap.report.reading import (
     MANY,
     RECIPE,
@@ -69,6 +70,7 @@ def report_on(run: RunFiles, against: Sequence[RunFiles] = ()) -> Report:
         Section(key="pace", title="Step times", blocks=_each(closely, pace)),
         Section(key="usage", title="GPU and host over time", blocks=_each(closely, usage)),
         Section(key="phases", title="Phases", blocks=_phases(run)),
+        Section(key="gpus", title="On other GPUs", blocks=_each(closely, on_other_gpus)),
         Section(key="reuse", title="First and later run", blocks=_reuse(run)),
         Section(key="data", title="The data, as hotlap read it", blocks=_said(run)),
         Section(key="settings", title="Settings and versions", blocks=settings(run)),
