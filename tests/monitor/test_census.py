@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hotlap import Plan, Rig
 from hotlap.monitor import census as room
-from hotlap.monitor.census import Census, census
+from hotlap.monitor.census import Census, census, makes_the_host_wait
 
 FLOAT = 4
 
@@ -139,6 +139,25 @@ def test_only_operations_that_write_are_counted():
     assert census(run) == Census(operations=3, flops=0, bytes=FLOAT * (2 * 100 + 2 * 90 + 2 * 90))
     assert census(lambda: x.t().unsqueeze(0).detach()) == Census(operations=0, flops=0, bytes=0)
     assert census(lambda: None) == Census(operations=0, flops=0, bytes=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "out", "kwargs", "waits"),
+    [
+        ("_local_scalar_dense", 1.0, {}, True),
+        ("nonzero", torch.empty(1, device="meta"), {}, True),
+        ("_to_copy", torch.empty(1), {}, True),
+        ("_to_copy", torch.empty(1), {"non_blocking": True}, False),
+        ("_to_copy", torch.empty(1, device="meta"), {}, False),
+        ("mul", torch.empty(1, device="meta"), {}, False),
+    ],
+)
+def test_reading_back_from_a_device_makes_the_host_wait(name, out, kwargs, waits):
+    class OnGpu:  # what is read is on a GPU, which this machine may lack
+        device = torch.device("cuda")
+
+    assert makes_the_host_wait(name, [OnGpu()], kwargs, out) is waits
+    assert makes_the_host_wait(name, [torch.empty(1)], kwargs, out) is False
 
 
 def test_what_is_shared_or_expanded_is_read_once_and_what_is_overwritten_not_at_all():

@@ -13,7 +13,9 @@ GPU = Calibration(
     matmul_flops={"fp32": 5e13, "bf16": 8e14}, copy_bytes=4e12, cache_bytes=5e7, pinned_bytes=5e10,
     pageable_bytes=1e10, launch_s=4e-6, sync_s=5e-6,
 )  # fmt: skip
-OWN, TUNED = Plan(), Plan().but(precision="bf16")
+OWN, TUNED, HELD, CAPTURED = (
+    Plan(), Plan().but(precision="bf16"), Plan().but(kind="resident"), Plan().but(mode="captured"),
+)  # fmt: skip
 
 
 def diagnosed(**figures):
@@ -55,6 +57,11 @@ def seen(**figures):
         ),
         ("launching", "the GPU has nothing to do 75 % of the time, and batches come fast enough",
          seen(samples=[sample(busy=0.25)])),
+        # Waits were counted before the data was held; they stay.
+        ("synchronising", "the GPU has nothing to do 75 % of the time, and the host waits for it 3 times in a step",
+         seen(samples=[sample(busy=0.25)], diagnosed=(diagnosed(waits=3), OWN), plan=HELD)),
+        ("launching", "the GPU has nothing to do 75 % of the time, and batches come fast enough",
+         seen(samples=[sample(busy=0.25)], diagnosed=(diagnosed(waits=3), OWN), plan=CAPTURED)),
         ("computing", "the GPU computes 98 % of the time", seen()),
         ("arithmetic", "its products and convolutions take about 40 of 50 ms", seen(diagnosed=(diagnosed(), OWN))),
         # The step that was looked at had another plan: now the device has 2.5 ms of arithmetic and 2.5 of traffic.

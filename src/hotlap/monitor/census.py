@@ -36,6 +36,9 @@ _ROWS = frozenset(
         "index_put_", "_index_put_impl_", "index_add_", "index_copy_", "scatter_", "scatter_add_",
     }
 )  # fmt: skip
+# For these the host waits for the device, to learn a number or a size. `.item()` is the first of them.
+_WAITS = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "equal"})
+_COPIES = frozenset({"copy_", "_to_copy"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +52,8 @@ class Census:
     bytes: int
     """Bytes read and written, counted for each operation separately. It is more than reaches the memory, since caches
     save some."""
+    waits: int = 0
+    """How often the host waited for the device: `.item()`, `.cpu()`, shapes that depend on numbers."""
 
 
 def census(run: Callable[[], object]) -> Census:
@@ -62,7 +67,7 @@ def census(run: Callable[[], object]) -> Census:
     # A training on a GPU keeps some numbers on the host, such as the optimizer's step count.
     kinds = sorted(counting.tallies, key=lambda kind: kind == "cpu")
     operations, flops, touched = counting.tallies[kinds[0]] if kinds else (0, 0, 0)
-    return Census(operations=operations, flops=flops, bytes=touched)
+    return Census(operations=operations, flops=flops, bytes=touched, waits=counting.waits)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +96,7 @@ class Counting(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.tallies: dict[str, list[int]] = {}
         """For each kind of device: operations, flops, bytes."""
+        self.waits = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -109,6 +115,7 @@ class Counting(TorchDispatchMode):
             return
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         given = list(_dense(leaves))
+        self.waits += makes_the_host_wait(traits.name, given, kwargs, out)
         changed, overwritten = traits.written(args, kwargs)
         old = {_place(tensor) for tensor in given}
         fresh = [tensor for tensor in _dense(tree_leaves(out)) if _place(tensor) not in old]
@@ -202,6 +209,14 @@ def _dense(leaves: Iterable[Any]) -> Iterator[Tensor]:
                 yield leaf
             elif leaf.layout == torch.sparse_coo:
                 yield from (leaf._indices(), leaf._values())
+
+
+def makes_the_host_wait(name: str, given: Sequence[Tensor], kwargs: Mapping[str, Any], out: Any) -> bool:
+    if all(tensor.device.type in ("cpu", "meta") for tensor in given):
+        return False
+    if name in _COPIES:
+        return isinstance(out, Tensor) and out.device.type == "cpu" and not kwargs.get("non_blocking")
+    return name in _WAITS
 
 
 def _place(tensor: Tensor) -> int:

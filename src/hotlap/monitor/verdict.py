@@ -176,8 +176,11 @@ def _of_a_step(seen: Seen) -> Verdict:
         return Verdict(bound=diagnosis.bound, why=why, share=diagnosis.shares[diagnosis.bound])
     busy = seen.mean("gpu", "busy") if seen.on_gpu else None
     if busy is not None and busy < MOST_OF_IT:
-        why = f"the GPU has nothing to do {_percent(1 - busy)} of the time, and batches come fast enough"
-        return Verdict(bound="launching", why=why, share=1 - busy)
+        idle = f"the GPU has nothing to do {_percent(1 - busy)} of the time"
+        if diagnosis is not None and diagnosis.waits and plan is not None and _issues_the_same(plan, seen.plan):
+            why = f"{idle}, and the host waits for it {diagnosis.waits:g} times in a step"
+            return Verdict(bound="synchronising", why=why, share=1 - busy)
+        return Verdict(bound="launching", why=f"{idle}, and batches come fast enough", share=1 - busy)
     if seen.on_gpu and diagnosis is not None and seen.plan is not None and seen.steps:
         step_s, precision = seen.seconds / seen.steps, seen.plan.numerics.precision
         arithmetic_s = diagnosis.arithmetic_s.get(precision, diagnosis.arithmetic_s.get("fp32", 0.0))
@@ -188,6 +191,11 @@ def _of_a_step(seen: Seen) -> Verdict:
     what = "the GPU computes" if busy is not None else "the step takes"
     share = busy if busy is not None else max(0.0, 1 - (seen.feeding_s + seen.evaluation_s) / seen.seconds)
     return Verdict(bound="computing", why=f"{what} {_percent(share)} of the time", share=share)
+
+
+def _issues_the_same(diagnosed: Plan, plan: Plan | None) -> bool:
+    """Whether steps of both plans ask the device for the same, one operation after the other."""
+    return plan is not None and plan.execution.mode == diagnosed.execution.mode == "eager"
 
 
 # --- how far from what the hardware can do -----------------------------------------------------------------

@@ -104,7 +104,8 @@ class Probe:
     def bound(self) -> str:
         """What bounds the training, in the words that moves use."""
         if self._diagnosis is not None:
-            return self._diagnosis.bound
+            # Waits keep the device from running ahead, as launching does; a captured step has neither.
+            return "launching" if self._diagnosis.bound == "synchronising" else self._diagnosis.bound
         if (self._feeding or 0.0) > 0.5:
             return "feeding"
         return "launching" if self._device.type == "cpu" or self._behind < IDLE else "arithmetic"
@@ -193,6 +194,7 @@ class CountingProbe(Probe):
             issue_s=lap.step_s if lap.issue_s is None else lap.issue_s,
             census=counted,
             calibration=rates,
+            waits=counted.waits,
             precision=rig.plan.numerics.precision,
             least_bytes=least_bytes,
             pageable_bytes=pageable,
