@@ -127,7 +127,6 @@ class Session:
         self._other_steps = 0
         self._calls: dict[int, ModuleCall] = {}
         self._shortcuts = Shortcuts(self._replay_step)
-        self._inside = False
         self._open = False
         self._compile_watch = CompileWatch(self._before_compile, self._before_compiled_step)
         self._idle: IdleCounter | None = None
@@ -141,7 +140,7 @@ class Session:
         self._hangs = ScriptHangs(self._patches)
         self._length = Length(0, known=False)
         """What the tuner was last told of how long the training is."""
-        self._guard = _Guarded(self)
+        self._own_work = _OwnWork(self._fault)
         self._rescue = ForwardRescue(lambda: self._is_ours, self._on_out_of_memory)
         self._home = (os.getpid(), threading.get_ident())
 
@@ -222,7 +221,7 @@ class Session:
     def _is_ours(self) -> bool:
         """Whether hotlap may act here: in the process and thread of the training, outside hotlap's own work, and while
         the script records no CUDA graph of its own."""
-        is_here = self._open and not self._inside and self._home == (os.getpid(), threading.get_ident())
+        is_here = self._open and not self._own_work.depth and self._home == (os.getpid(), threading.get_ident())
         return is_here and not is_recording()
 
     def _patched_iter(self, own: Iterate) -> Iterate:
@@ -283,7 +282,7 @@ class Session:
     def _on_batch(self, proxy: LoaderProxy, seconds: float) -> None:
         if self._idle is not None or (self._tuning is not None and self._tuning.ignores(proxy)):
             return
-        with self._guarded():
+        with self._own_work:
             if self._finder is not None:
                 self._finder.batch_given(proxy)
             elif self._tuning is not None:
@@ -291,20 +290,16 @@ class Session:
 
     def _on_epoch_begin(self, proxy: LoaderProxy) -> None:
         if self._idle is not None:
-            with self._guarded():
+            with self._own_work:
                 self._note_epoch(self._idle, proxy)
             return
-        with self._guarded():
+        with self._own_work:
             if self._tuning is None or proxy in self._tuning.training.proxies:
                 if self._tuning is not None:
                     self._run_length.stepped(self._tuning.training.steps)  # skipped steps do not reach it
                 self._run_length.began_epoch(proxy.length, sys._getframe(1))
             if self._tuning is not None:
-                self._inside = True
-                try:
-                    self._tuning.epoch_began(proxy)
-                finally:
-                    self._inside = False
+                self._tuning.epoch_began(proxy)
 
     def _note_epoch(self, idle: IdleCounter, proxy: LoaderProxy) -> None:
         """A loader begins an epoch while hotlap is idle: look at its loops, unless that happened shortly before."""
@@ -326,12 +321,12 @@ class Session:
                 self._hangs.rest()
         if self._idle is not None:
             return
-        with self._guarded():
+        with self._own_work:
             if self._tuning is not None:
                 self._tuning.epoch_ended(proxy)
 
     def _on_data_change(self, proxy: LoaderProxy, feed: Feed, why: str) -> None:
-        with self._guarded():
+        with self._own_work:
             if self._tuning is not None:
                 self._tuning.data_changed(proxy, feed, why)
 
@@ -341,28 +336,20 @@ class Session:
             self._stop_watching_passes()
         if self._idle is not None or is_inner(optimizer):
             return None
-        with self._guarded():
-            if self._tuning is not None and self._is_ours:
-                self._inside = True
-                try:
-                    return self._tuning.training.updates.before_step(optimizer, args, kwargs)
-                finally:
-                    self._inside = False
+        if self._tuning is not None and self._is_ours:
+            with self._own_work:
+                return self._tuning.training.updates.before_step(optimizer, args, kwargs)
         return None
 
     def _replay_step(self, optimizer: Optimizer) -> bool:
         """Try to make a step of the script by a replay, and report it as a step; False if nothing was done."""
-        made = False
-        with self._guarded():
-            if self._tuning is not None and self._is_ours:
-                self._inside = True
-                try:
-                    made = self._tuning.training.updates.replayed(optimizer)
-                finally:
-                    self._inside = False
-        if made:
+        is_replayed = False
+        if self._tuning is not None and self._is_ours:
+            with self._own_work:
+                is_replayed = self._tuning.training.updates.replayed(optimizer)
+        if is_replayed:
             self._after_step(optimizer, (), {})
-        return made
+        return is_replayed
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._watches_passes and not isinstance(optimizer, ManualUpdates):
@@ -375,17 +362,14 @@ class Session:
             return
         if is_inner(optimizer):
             return
-        with self._guarded():
+        is_ours = self._is_ours
+        with self._own_work:
             if self._tuning is not None:
                 self._tuning.training.updates.after_step(optimizer)
-            if self._is_ours:
-                self._inside = True
-                try:
-                    self._on_step(optimizer)
-                finally:
-                    self._inside = False
-            if self._is_ours and time.perf_counter() >= self._lookout.due_s:
-                self._look()
+            if is_ours:
+                self._on_step(optimizer)
+                if time.perf_counter() >= self._lookout.due_s:
+                    self._look()
         # Only this method changes the hooks before a step: they must not change while torch iterates over them.
         if self._idle is not None:
             self._patches.take_out(BEFORE)
@@ -394,7 +378,7 @@ class Session:
 
     def _look(self) -> None:
         """Between two steps, every few seconds."""
-        with self._guarded():
+        with self._own_work:
             self._lookout.look()
             standing = self._standing()
             if standing is None:
@@ -451,7 +435,7 @@ class Session:
         tuning, idle, finder = self._tuning, self._idle, self._finder
         found = tuning.training.optimizers if tuning is not None else idle.optimizers if idle is not None else []
         if any(isinstance(one, ManualUpdates) for one in (*found, *(finder.optimizers if finder is not None else ()))):
-            with self._guarded():
+            with self._own_work:
                 self._end_training()
                 self._finder, self._run_length, self._other_steps = LoopFinder(), RunLength(), 0
 
@@ -689,14 +673,14 @@ class Session:
         """Begin to watch torch's compiler if it is imported and not watched yet."""
         if not self._compile_watch.can_be_watched() or not self._patches.has(f"{Optimizer.__name__}.{CREATING[0]}"):
             return
-        with self._guarded():
+        with self._own_work:
             for name in CREATING:
                 self._patches.take_out(f"{Optimizer.__name__}.{name}")
             self._compile_watch.watch(is_late=True)
 
     def _before_compile(self) -> None:
         """torch is about to compile code of the script: remove the patches first."""
-        with self._guarded():
+        with self._own_work:
             self._rescue.remove()
             self._patches.take_out(CALLS)
             self._remove_shortcuts()
@@ -765,9 +749,6 @@ class Session:
 
     # --- faults ------------------------------------------------------------------------------
 
-    def _guarded(self) -> _Guarded:
-        return self._guard
-
     def _fault(self, error: Exception) -> None:
         """hotlap failed: write the fault down, and let this training continue without hotlap."""
         tuning = self._tuning
@@ -792,16 +773,20 @@ class Session:
             self._finder, self._idle = None, IdleCounter(optimizers)
 
 
-class _Guarded:
-    """Inside, every exception is a fault of hotlap and never reaches the script."""
+class _OwnWork(threading.local):
+    """Inside, this thread works for hotlap: its calls are not the script's, and no exception reaches the script."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    depth = 0
 
-    def __enter__(self) -> None: ...
+    def __init__(self, on_fault: Callable[[Exception], None]) -> None:
+        self._on_fault = on_fault
+
+    def __enter__(self) -> None:
+        self.depth += 1
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> bool:
+        self.depth -= 1
         if isinstance(error, Exception):
-            self._session._fault(error)
+            self._on_fault(error)
             return True
         return False
