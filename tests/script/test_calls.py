@@ -35,7 +35,7 @@ from hotlap.engine.capture.recording import NotRecordedError
 from hotlap.script.calls import call as call_module
 from hotlap.script.calls import eager, graphs
 from hotlap.script.calls.call import ModuleCall
-from hotlap.script.calls.capture import MOST_SLOTS, CapturedCall
+from hotlap.script.calls.capture import MOST_SLOTS
 from hotlap.script.calls.eager import leave_broken_passes, switch_in_backward
 from hotlap.script.calls.module_state import GeneratorState
 from hotlap.tuner.moment import without_dropout
@@ -1234,7 +1234,7 @@ def test_where_a_script_was_seen_to_write_to_shared_memory_calls_stay_as_they_ar
 def test_on_another_stream_than_the_first_replay_a_call_is_eager(monkeypatch):
     """Its arguments would overwrite those that the other stream has still to read."""
     here, told = ["one"], []
-    monkeypatch.setattr(CapturedCall, "_stream_now", lambda call: here[0])
+    monkeypatch.setattr("hotlap.script.calls.capture.current_stream", lambda _: here[0])
     loss_replay = SimpleNamespace(called=lambda: told.append(here[0]), replay_returned=lambda *_: None)
     model, replays = Scripted(net(), CAPTURED, loss_replay=loss_replay), []
     for here[0], (x, _) in zip([*["one"] * 5, "other", "one"], batches(7), strict=True):

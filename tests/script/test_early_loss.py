@@ -128,7 +128,7 @@ def test_on_another_stream_than_the_copy_torch_reads(early_loss, monkeypatch):
     """There the loss may have been made after it was copied."""
     kept_samples()
     here = ["one"]
-    monkeypatch.setattr(early_loss, "_stream_now", lambda: here[0])
+    monkeypatch.setattr(early_losses, "current_stream", lambda _: here[0])
     monkeypatch.setattr(early_losses, "is_stream_capturing", lambda: False)
     first, second = losses(2)
     first.backward()
@@ -146,7 +146,7 @@ def test_on_another_stream_than_the_copy_torch_reads(early_loss, monkeypatch):
 def test_losses_of_calls_on_another_stream_than_their_backward_pass_are_read_by_torch(early_loss, monkeypatch):
     """That pass waits for the other stream, and a copy before it would not."""
     here = ["one"]
-    monkeypatch.setattr(early_loss, "_stream_now", lambda: here[0])
+    monkeypatch.setattr(early_losses, "current_stream", lambda _: here[0])
     monkeypatch.setattr(early_losses, "is_stream_capturing", lambda: False)
     kept_samples()
 

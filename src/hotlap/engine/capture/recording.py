@@ -260,8 +260,13 @@ _raw_stream = or_none(current_raw_stream)
 _streams: dict[tuple[int, int], torch.cuda.Stream] = {}
 
 
-def current_stream(device: torch.device) -> torch.cuda.Stream:
-    """torch's current stream of a GPU, asked for cheaply; the same object each time for the same stream."""
+def current_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """torch's current stream of a GPU, asked for cheaply; the same object each time for the same stream.
+
+    None for other devices.
+    """
+    if device.type != "cuda":
+        return None
     if _raw_stream is None or device.index is None:
         return torch.cuda.current_stream(device)
     key = device.index, _raw_stream(device.index)

@@ -152,7 +152,7 @@ class CapturedCall:
         """Make a call that will be differentiated."""
         if self._loss_replay is not None:
             self._loss_replay.called()
-        stream = self._stream_now()
+        stream = current_stream(self._device)
         if self.given_up is not None or self._slots.stream not in (None, stream):
             return self._eager(original, args, kwargs)
         self._calls += 1
@@ -188,9 +188,6 @@ class CapturedCall:
         if self._loss_replay is not None:
             self._loss_replay.replay_returned(outputs, replayed)
         return outputs
-
-    def _stream_now(self) -> torch.cuda.Stream | None:
-        return current_stream(self._device) if self._device.type == "cuda" else None
 
     def in_own_precision(self, original: Original, args: Any, kwargs: Any) -> Any:
         """Like `EagerCall.in_own_precision`, but frequent evaluations without gradients are replayed."""

@@ -172,7 +172,7 @@ class EarlyLoss:
             if self._is_past_backward:
                 self._is_past_backward = False
                 self._made_on.clear()
-            self._made_on.add(self._stream_now())
+            self._made_on.add(current_stream(self._device))
 
     def backward_begins(self, loss: Tensor) -> None:
         """A backward pass begins at a loss."""
@@ -187,7 +187,7 @@ class EarlyLoss:
             self._forget(oldest)  # its memory is needed
         self._forget(address)
         place = self._copy_of(loss) if self._habit >= SEEN_READS else None
-        self._kept[address] = _KeptLoss(loss, place, self._stream_now())
+        self._kept[address] = _KeptLoss(loss, place, current_stream(self._device))
 
     def _is_number(self, loss: Tensor) -> bool:
         is_plain = type(loss) is Tensor and not loss.dim() and loss.layout is torch.strided
@@ -199,7 +199,7 @@ class EarlyLoss:
         return threading.get_ident() == self._thread and not trains_with_others()
 
     def _copy_of(self, loss: Tensor) -> HostNumber | None:
-        stream = self._stream_now()
+        stream = current_stream(self._device)
         self._stream = self._stream or stream
         # torch waits for the streams of the loss behind the backward pass, and not before it.
         is_elsewhere = stream != self._stream or not self._made_on <= {stream}
@@ -215,9 +215,6 @@ class EarlyLoss:
             self._is_on = False
             return None
         return place
-
-    def _stream_now(self) -> object:
-        return current_stream(self._device) if self._device.type == "cuda" else None
 
     def _forget(self, address: int) -> None:
         kept = self._kept.pop(address, None)
@@ -240,7 +237,8 @@ class EarlyLoss:
             kept = self._kept.get(tensor.data_ptr())
         except RuntimeError:  # inside a transform of torch it has no address
             return None
-        return kept if kept is not None and self._is_alone() and kept.is_of(tensor, self._stream_now()) else None
+        is_here = kept is not None and self._is_alone() and kept.is_of(tensor, current_stream(self._device))
+        return kept if is_here else None
 
     def _answer(self, tensor: Tensor) -> Any:
         """The number that this tensor holds, if it was copied; else None."""

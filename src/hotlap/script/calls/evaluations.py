@@ -168,7 +168,7 @@ class Evaluations:
         places = {id(tensor): number for number, tensor in enumerate(tensors)}
         # Attention, for example, takes another path if its arguments are the same tensor.
         same = tuple(places[id(tensor)] for tensor in tensors) if len(places) < len(tensors) else None
-        stream = current_stream(self._device) if self._device.type == "cuda" else None
+        stream = current_stream(self._device)
         if self._stream not in (None, stream):
             raise BatchError("replays on two streams would use the same memory at the same time")
         return (key, same, stream, torch.is_inference_mode_enabled(), *(get() for get in _SETTINGS)), tensors
@@ -266,7 +266,7 @@ class Evaluations:
                 self._check_memory()
         if kind.refused is None and self.given_up is None:
             kind.graph, kind.last_used = graph, self._calls
-            self._stream = current_stream(self._device) if self._device.type == "cuda" else None
+            self._stream = current_stream(self._device)
         return outputs
 
     def _side_effects(self, given: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -13,35 +13,10 @@ from hotlap.core.errors import TrainingError
 from hotlap.core.plan import Feed
 from hotlap.core.torch_private import ExceptionWrapper, LoaderIterator
 from hotlap.data.batches import Batch
-from hotlap.script.feed.held_samples import KeptSamples
 from hotlap.script.feed.index_batches import IndexStream, order_of
 
-
-class FeedOwner(Protocol):
-    """Decides which feed makes the batches: a `LoaderProxy`."""
-
-    own: Feed
-    feed: Feed
-    wanted: Feed
-
-    @property
-    def kept_samples(self) -> KeptSamples | None:
-        """The collector of passing samples, if there is one."""
-
-    def fed(self, feed: Feed, indices: Iterator[Any]) -> Iterator[Batch]:
-        """The batches at these indices by a feed; reads nothing before the first is asked for."""
-
-    def look(self) -> None:
-        """Before each batch: if the data has changed, return to the script's own feed."""
-
-    def gave(self, seconds: float) -> None:
-        """A batch was made in so many seconds."""
-
-    def failed(self, error: Exception) -> None:
-        """A feed failed; the script's own takes its place."""
-
-    def ended(self) -> None:
-        """The epoch has no more batches, or the script has dropped its iterator."""
+if TYPE_CHECKING:
+    from hotlap.script.feed.loader_proxy import LoaderProxy
 
 
 class EpochIterator(LoaderIterator):
@@ -53,7 +28,7 @@ class EpochIterator(LoaderIterator):
     """
 
     def __init__(
-        self, owner: FeedOwner, made: Any, loader: DataLoader[Any], indices: IndexStream | None = None
+        self, owner: LoaderProxy, made: Any, loader: DataLoader[Any], indices: IndexStream | None = None
     ) -> None:
         """Does not call torch's `__init__`, which draws; missing attributes come from `made`.
 

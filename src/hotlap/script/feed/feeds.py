@@ -322,7 +322,7 @@ class DeviceGather:
     """
 
     def __init__(self, source: Source, device: torch.device) -> None:
-        self._source, self._device, self._is_cuda = source, device, device.type == "cuda"
+        self._source, self._device = source, device
         # If samples differ in size, a batch is as wide as its widest sample.
         self._goes_ahead = isinstance(source, Columns) and type(source).at_width_of is Columns.at_width_of
         self._sample_bytes = 0
@@ -337,7 +337,7 @@ class DeviceGather:
 
     def gathered(self, index_batch: IndexBatch) -> tuple[list[Tensor | None], torch.cuda.Stream | None]:
         """The tensors of a batch, and the stream that gathers them: the current one."""
-        stream = current_stream(self._device) if self._is_cuda else None
+        stream = current_stream(self._device)
         block, made_for = index_batch.block, (stream, torch.is_inference_mode_enabled())
         found = self._ready.pop(index_batch.number, None) if block is not None and block is self._block else None
         if found is not None and made_for == self._made_for:
@@ -396,11 +396,10 @@ class _PendingBatch:
             self._tensors, self._stream = self._copies.gathered(self._index_batch)
         tensor, self._tensors[number] = self._tensors[number], None
         assert tensor is not None
-        if self._stream is not None:
-            here = current_stream(tensor.device)
-            if here != self._stream:
-                here.wait_stream(self._stream)
-                tensor.record_stream(here)
+        here = current_stream(tensor.device)
+        if here is not None and self._stream is not None and here != self._stream:
+            here.wait_stream(self._stream)
+            tensor.record_stream(here)
         return tensor
 
 

@@ -418,7 +418,7 @@ class IndexBlock:
 
     def on_device(self, device: torch.device, start: int, end: int) -> Tensor:
         """The indices of some of them on a device, concatenated, ready for work launched from here on."""
-        here = current_stream(device) if device.type == "cuda" else None
+        here = current_stream(device)
         if self._there is None:
             self._there, self._stream = sent(self._flat, device), here
         elif here is not None and self._stream is not None and here != self._stream:
