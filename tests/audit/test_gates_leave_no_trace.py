@@ -15,7 +15,8 @@ from hotlap import Rig
 from hotlap.engine.optimizers import why_not_fused
 from hotlap.engine.scaling import skips_on_device
 from hotlap.script.calls.module_state import ModuleState
-from hotlap.script.update.updates import _set_aside, step_without_hooks, why_fused_differs
+from hotlap.script.update.capture import step_without_hooks
+from hotlap.script.update.updates import _set_aside, why_fused_differs
 from hotlap.tuner.gates import Gate
 
 SEEN: list[int] = []

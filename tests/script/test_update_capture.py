@@ -135,7 +135,7 @@ def test_an_idle_optimizer_makes_no_step(kind):
     weights = [torch.ones(2, 2, requires_grad=True)]
     weights[0].grad = torch.ones(2, 2)
     optimizer = optimizer_of(weights)
-    idle = CapturedUpdate(optimizer, lambda one: None, make_recorder=FakeRecorder, shared_inputs=None).idle
+    idle = CapturedUpdate(optimizer, make_recorder=FakeRecorder, shared_inputs=None).idle
     assert type(optimizer).step.__wrapped__(idle) is None
     assert torch.equal(weights[0], torch.ones(2, 2))
 

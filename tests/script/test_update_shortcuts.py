@@ -8,7 +8,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hotlap.script.update.updates import Shortcuts, step_without_hooks
+from hotlap.script.update.capture import step_without_hooks
+from hotlap.script.update.updates import Shortcuts
 
 
 def trained(steps=3):

@@ -33,19 +33,9 @@ class CapturedUpdate:
     """Makes the steps of one optimizer by replays; new or unusual steps are left to the optimizer."""
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        step: Callable[[Optimizer], None],
-        *,
-        make_recorder: Callable[[], GraphRecorder],
-        shared_inputs: SharedInputs,
+        self, optimizer: Optimizer, *, make_recorder: Callable[[], GraphRecorder], shared_inputs: SharedInputs
     ) -> None:
-        self._optimizer, self._step, self._make_recorder, self._shared_inputs = (
-            optimizer,
-            step,
-            make_recorder,
-            shared_inputs,
-        )
+        self._optimizer, self._make_recorder, self._shared_inputs = optimizer, make_recorder, shared_inputs
         self._graph: UpdateGraph | None = None
         self._look: Any = None
         self._alike = 0
@@ -131,10 +121,14 @@ class CapturedUpdate:
             if reason is not None:
                 self.give_up(reason)
                 return None
-            return UpdateGraph(self._optimizer, self._step, self._make_recorder(), self._shared_inputs)
+            return self.recorded_step()
         except Exception as error:  # the optimizer then makes its steps itself
             self.give_up(f"it cannot be recorded: {first_line(error)}")
             return None
+
+    def recorded_step(self) -> UpdateGraph:
+        """Record a step with the current settings."""
+        return UpdateGraph(self._optimizer, self._make_recorder(), self._shared_inputs)
 
     def taken(self, graph: UpdateGraph) -> bool:
         """Use a prepared graph, and make its first step."""
@@ -353,6 +347,12 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in groups for parameter in group["params"]]
 
 
+def step_without_hooks(optimizer: Optimizer) -> None:
+    """A step without any hooks."""
+    step = type(optimizer).step
+    getattr(step, "__wrapped__", step)(optimizer)
+
+
 def frozen_names(group: dict[str, Any]) -> list[str]:
     """The settings of a group that a recording depends on."""
     return [name for name in group if name not in ("params", "lr")]
@@ -379,14 +379,8 @@ class UpdateGraph:
     settings for recording, after steps that created its state.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        step: Callable[[Optimizer], None],
-        recorder: GraphRecorder,
-        shared_inputs: SharedInputs,
-    ) -> None:
-        self._optimizer, self._step = optimizer, step
+    def __init__(self, optimizer: Optimizer, recorder: GraphRecorder, shared_inputs: SharedInputs) -> None:
+        self._optimizer = optimizer
         parameters = parameters_of(optimizer)
         self._used = [parameter for parameter in parameters if parameter.grad is not None]
         self._unused = [parameter for parameter in parameters if parameter.grad is None]
@@ -414,7 +408,7 @@ class UpdateGraph:
 
     def _work(self) -> None:
         with recording(self._optimizer, self._rates.rates):
-            self._step(self._optimizer)
+            step_without_hooks(self._optimizer)
 
     def settle(self) -> None:
         """The optimizer has the script's own settings again; each replay must find them."""

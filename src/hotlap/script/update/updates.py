@@ -34,10 +34,10 @@ from hotlap.script.patches import Patches
 from hotlap.script.update.capture import (
     CapturedUpdate,
     SharedInputs,
-    UpdateGraph,
     parameters_of,
     restore_driver_checks,
     skip_driver_checks,
+    step_without_hooks,
     why_unknown,
 )
 from hotlap.script.update.clipping import Clipping
@@ -120,7 +120,9 @@ class Updates:
             return
         self._plan = (kind, captured)
         self._put_back()
-        self._unhook()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
         self._ways = {}
         self._left_alone.clear()
         for one in self.optimizers:
@@ -187,10 +189,7 @@ class Updates:
             fused = self._fuses(one, kind)
             update = self._capture_of(one, fused) if captured else None
             if update is not None and update.given_up is None:
-                make = functools.partial(self._recorder_of, one)
-                reason = why_captured_differs(
-                    one, update, fused=fused, make_recorder=make, shared_inputs=self._shared_inputs
-                )
+                reason = why_captured_differs(one, update, fused=fused)
                 if reason is not None:
                     update.give_up(reason)
         return None
@@ -283,9 +282,7 @@ class Updates:
         key = (id(optimizer), fused)
         if key not in self._captures:
             make = functools.partial(self._recorder_of, optimizer)
-            self._captures[key] = CapturedUpdate(
-                optimizer, step_without_hooks, make_recorder=make, shared_inputs=self._shared_inputs
-            )
+            self._captures[key] = CapturedUpdate(optimizer, make_recorder=make, shared_inputs=self._shared_inputs)
         return self._captures[key]
 
     def _recorder_of(self, optimizer: Optimizer) -> GraphRecorder:
@@ -316,11 +313,6 @@ class Updates:
     def _as_the_script_has_it(self, optimizer: Optimizer) -> None:
         self._put_back()  # the last step has raised
         settle_counts(optimizer, self._pool_of(optimizer))
-
-    def _unhook(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
 
 
 # --- shortcuts ---------------------------------------------------------------------------
@@ -429,25 +421,12 @@ class OptimizerSettings:
         restore_driver_checks(self.optimizer)
 
 
-def step_without_hooks(optimizer: Optimizer) -> None:
-    """A step without any hooks."""
-    step = type(optimizer).step
-    getattr(step, "__wrapped__", step)(optimizer)
-
-
 def why_fused_differs(optimizer: Optimizer) -> str | None:
     """How fused steps differ from plain ones by more than rounding; None if they do not."""
     return _why_differ(optimizer, _moved(optimizer, fused=False), _moved(optimizer, fused=True))
 
 
-def why_captured_differs(
-    optimizer: Optimizer,
-    update: CapturedUpdate,
-    *,
-    fused: bool,
-    make_recorder: Callable[[], GraphRecorder],
-    shared_inputs: SharedInputs,
-) -> str | None:
+def why_captured_differs(optimizer: Optimizer, update: CapturedUpdate, *, fused: bool) -> str | None:
     """Why replays cannot make such steps, or how they differ from the optimizer's own; None if they are the same."""
     if not any(tensor.grad is not None for _, tensor in _named(optimizer)):
         return None  # nothing to compare yet; recording will tell
@@ -460,7 +439,7 @@ def why_captured_differs(
             reason = update.why_not()
             if reason is not None:
                 return reason
-            graph = UpdateGraph(optimizer, step_without_hooks, make_recorder(), shared_inputs)
+            graph = update.recorded_step()
             graph.settle()
             for _ in range(TRIED - 1):
                 aside.renew_gradients()
