@@ -6,8 +6,8 @@ import functools
 import inspect
 import os
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 from hotlap.core.errors import MachineError
@@ -123,6 +123,27 @@ class Patches:
         """Remove all of them."""
         for key in list(self._undo):
             self.take_out(key)
+
+
+@contextmanager
+def calls_noted(*functions: tuple[Any, str]) -> Iterator[list[str]]:
+    """Inside, the yielded list gets the names of those functions, each an owner and a name, that are called."""
+    called: list[str] = []
+    patches = Patches()
+
+    def make(own: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            called.append(own.__name__)
+            return own(*args, **kwargs)
+
+        return noted
+
+    for owner, name in functions:
+        patches.put(owner, name, make)
+    try:
+        yield called
+    finally:
+        patches.take_out_all()
 
 
 def untraced(patch: Any, *, beneath: bool = True) -> Callable[..., Any]:

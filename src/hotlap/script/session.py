@@ -25,7 +25,7 @@ from hotlap.core.errors import HotlapError, first_line
 from hotlap.core.ledger import Ledger
 from hotlap.core.plan import Feed
 from hotlap.core.terminal import logger
-from hotlap.core.torch_private import CLIP_NORM, CLIP_SCALE, frame_callback, or_none
+from hotlap.core.torch_private import frame_callback, or_none
 from hotlap.core.tricks import DECODED_ONCE, FORWARD_PIECES, REPLAYED_CLIPPING, SHORT_STEP
 from hotlap.engine.capture.recording import is_recording
 from hotlap.engine.step import is_out_of_memory
@@ -126,7 +126,7 @@ class Session:
         self._advice: list[str] = []
         self._other_steps = 0
         self._calls: dict[int, ModuleCall] = {}
-        self._shortcuts = Shortcuts(self._replay_step)
+        self._shortcuts, self._clipping_patches = Shortcuts(self._replay_step), Patches()
         self._open = False
         self._compile_watch = CompileWatch(self._before_compile, self._before_compiled_step)
         self._idle: IdleCounter | None = None
@@ -611,12 +611,16 @@ class Session:
         `calls` stay known for later.
         """
         self._calls = {id(call.module): call for call in calls}
-        self._patches.take_out(CALLS)
-        self._remove_shortcuts()
-        if self._waits is not None:
-            self._waits.remove()
+        self._remove_patches_of_steps()
         if self._device_copies is not None:
             self._device_copies.remove()
+
+    def _remove_patches_of_steps(self) -> None:
+        self._patches.take_out(CALLS)
+        self._shortcuts.take_out()
+        self._clipping_patches.take_out_all()
+        if self._waits is not None:
+            self._waits.remove()
 
     def _install_shortcuts(self, training: ScriptTraining) -> None:
         """Replace what torch does around steps and clipping, as the plan in force requires."""
@@ -627,17 +631,9 @@ class Session:
             self._shortcuts.take_out()
         if is_captured and training.uses(REPLAYED_CLIPPING):
             for name, make in clipping_patches(self._clipping):
-                self._patches.put(clip_grad, name, make)
+                self._clipping_patches.put(clip_grad, name, make)
         else:
-            self._remove_clipping()
-
-    def _remove_shortcuts(self) -> None:
-        self._shortcuts.take_out()
-        self._remove_clipping()
-
-    def _remove_clipping(self) -> None:
-        for name in (CLIP_NORM, CLIP_SCALE):
-            self._patches.take_out(f"{clip_grad.__name__}.{name}")
+            self._clipping_patches.take_out_all()
 
     def _watch_waits(self, tuning: ScriptTuning) -> None:
         if not self._is_watching_waits(tuning):
@@ -682,10 +678,7 @@ class Session:
         """torch is about to compile code of the script: remove the patches first."""
         with self._own_work:
             self._rescue.remove()
-            self._patches.take_out(CALLS)
-            self._remove_shortcuts()
-            if self._waits is not None:
-                self._waits.remove()
+            self._remove_patches_of_steps()
             if self._tuning is not None:
                 self._tuning.training.remove_patches()
 

@@ -299,3 +299,9 @@ def _viewed(tensor: Tensor) -> Tensor:
 def autocast_of(device: torch.device) -> tuple[bool, torch.dtype]:
     """The script's own autocast on a device: whether it is on, and its dtype."""
     return torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype of the script's own autocast on a device; None if it is off."""
+    enabled, dtype = autocast_of(device)
+    return dtype if enabled else None

@@ -31,6 +31,7 @@ from hotlap.engine.capture.recording import Recorder
 from hotlap.engine.differentiating import gradients
 from hotlap.engine.layout import images_last, why_not_channels_last
 from hotlap.engine.scaling import LossScale
+from hotlap.script.calls.autograd_bridge import autocast_of
 from hotlap.script.calls.capture import CapturedCall, MemorySlots
 from hotlap.script.calls.eager import (
     EagerCall,
@@ -273,7 +274,7 @@ class ModuleCall:
 
     def _with_kept_gradients(self, outputs: Any, given: Any) -> Any:
         """The outputs of the remembered call, with hooks that keep their gradients."""
-        self._last_autocast = self._autocast
+        self._last_autocast = autocast_of(self.device)
         wanting = [number for number, output in enumerate(leaves(outputs)) if output.requires_grad]
         grads: list[Tensor | None] = [None] * len(wanting)
         self.last_output_grads = grads
@@ -360,10 +361,6 @@ class ModuleCall:
             or dispatch_mode_count() > 0
             or (self._kind == "cuda" and is_stream_capturing())
         )
-
-    @property
-    def _autocast(self) -> tuple[bool, torch.dtype]:
-        return torch.is_autocast_enabled(self._kind), torch.get_autocast_dtype(self._kind)
 
 
 def _key(numerics: Numerics, execution: Execution) -> tuple[Numerics, Execution]:

@@ -25,7 +25,7 @@ from hotlap.engine.capture.captured_step import (
 )
 from hotlap.engine.capture.fingerprint import QuickCheck, fingerprint
 from hotlap.engine.capture.recording import NotRecordedError, Watch, current_stream, settle_dropout
-from hotlap.script.calls.autograd_bridge import ParameterAliases, bridged_outputs
+from hotlap.script.calls.autograd_bridge import ParameterAliases, autocast_dtype, bridged_outputs
 from hotlap.script.calls.eager import EagerCall, Original, why_not_captured
 from hotlap.script.calls.evaluations import Evaluations
 from hotlap.script.calls.gradient_buffers import GradientBuffers
@@ -382,8 +382,7 @@ def _key_of(device: torch.device, args: Any, kwargs: Any) -> tuple[Hashable, lis
         if tensor.layout is not torch.strided:
             raise BatchError(why_not_dense(tensor))
         facts.append((tensor.shape, tensor.dtype, tensor.stride(), tensor.requires_grad))
-    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    return (shape, tuple(facts), autocast, torch.get_default_dtype()), tensors
+    return (shape, tuple(facts), autocast_dtype(device), torch.get_default_dtype()), tensors
 
 
 def _reason(error: BatchError) -> str:

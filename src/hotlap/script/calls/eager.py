@@ -24,7 +24,7 @@ from hotlap.engine.capture.captured_step import BatchError, shape_of
 from hotlap.engine.capture.fingerprint import memory, what_changed
 from hotlap.engine.precision import Switches, precision_context, why_not_precision
 from hotlap.engine.scaling import LossScale
-from hotlap.script.calls.autograd_bridge import ScaledCall, bridged_outputs
+from hotlap.script.calls.autograd_bridge import ScaledCall, autocast_dtype, bridged_outputs
 from hotlap.script.calls.trees import Form, form_of, in_form, kind_of, leaves, unknown_type_in
 
 Original = Callable[..., Any]
@@ -41,7 +41,7 @@ class OutputForms:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._kind = device.type
+        self._device = device
         self._known: dict[Hashable, Form] = {}
 
     def of(self, args: Any, kwargs: Any) -> Form | None:
@@ -54,8 +54,7 @@ class OutputForms:
         return self._known.setdefault(self._key(args, kwargs), form)
 
     def _key(self, args: Any, kwargs: Any) -> Hashable:
-        cast = torch.get_autocast_dtype(self._kind) if torch.is_autocast_enabled(self._kind) else None
-        return cast, kind_of((args, kwargs))
+        return autocast_dtype(self._device), kind_of((args, kwargs))
 
 
 class EagerCall:

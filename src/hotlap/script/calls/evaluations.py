@@ -44,6 +44,7 @@ from hotlap.script.calls.evaluation_graph import EvaluationGraph, why_other
 from hotlap.script.calls.graphs import GraphRecorder
 from hotlap.script.calls.module_state import ModuleState
 from hotlap.script.calls.trees import write_marks
+from hotlap.script.patches import calls_noted
 
 SEEN = 8
 """Calls of a kind before it is recorded, so that rare kinds are not; a shorter last batch comes once an epoch."""
@@ -238,7 +239,9 @@ class Evaluations:
                 graph, before = EvaluationGraph(given, self._device), self._side_effects(given)
         if kind.refused is not None:
             return self._eager.in_own_precision(original, args, kwargs)
-        with Watch([self._module], self._device) as watch, _detects_output() as said:
+        # A replay would leave out what is printed or logged.
+        says = calls_noted((builtins, "print"), (logging.Logger, "handle"))
+        with Watch([self._module], self._device) as watch, says as said:
             outputs = self._eager.in_own_precision(original, args, kwargs)
         with self._refuse_on_error(kind):
             seen = None if watch.waits else watch.reason  # a recording tells whether it waits for more than constants
@@ -328,27 +331,6 @@ def _is_unusual() -> bool:
         return False
     modes = function_modes()
     return any(not isinstance(mode, DeviceContext) for mode in modes)
-
-
-@contextmanager
-def _detects_output() -> Iterator[list[bool]]:
-    """Yields a list that becomes non-empty if something is printed or logged, which a replay would leave out."""
-    seen: list[bool] = []
-    printed, handled = builtins.print, logging.Logger.handle
-
-    def prints(*args: Any, **kwargs: Any) -> None:
-        seen.append(True)
-        printed(*args, **kwargs)
-
-    def handles(logger: logging.Logger, record: logging.LogRecord) -> None:
-        seen.append(True)
-        handled(logger, record)
-
-    builtins.print, logging.Logger.handle = prints, handles  # type: ignore[assignment, method-assign]
-    try:
-        yield seen
-    finally:
-        builtins.print, logging.Logger.handle = printed, handled  # type: ignore[method-assign]
 
 
 def _settings() -> tuple[Callable[[], Any], ...]:

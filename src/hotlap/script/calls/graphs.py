@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter, is_
@@ -41,6 +41,7 @@ from hotlap.script.calls.autograd_bridge import (
 )
 from hotlap.script.calls.gradient_buffers import GradientBuffers
 from hotlap.script.calls.trees import copied, leaves, unknown_type_in, with_leaves, write_marks
+from hotlap.script.patches import calls_noted
 
 _grad_of, _hooks_of = attrgetter("grad"), attrgetter("_backward_hooks")
 _later_hooks_of = attrgetter("_post_accumulate_grad_hooks")
@@ -314,7 +315,9 @@ class CallGraph:
     def _watched(self, recorder: GraphRecorder) -> tuple[str | None, bool]:
         """Why this pass cannot be recorded, and whether it waits for the device."""
         before = write_marks(self.static)
-        with recorder.aside(), Watch([self._module], self._device) as watch, _detects_reseeding() as was_set:
+        # Checkpointing does so in Python, which a replay leaves out: masks that must be drawn twice would differ.
+        sets_state = calls_noted((torch.cuda, "set_rng_state"))
+        with recorder.aside(), Watch([self._module], self._device) as watch, sets_state as was_set:
             with self._counts.watched(None):
                 self._make_outputs()
             reason = self._why_unfit(before)
@@ -390,23 +393,3 @@ def _copy(tensors: list[Tensor], places: list[Tensor]) -> None:
 def _copies(tensors: list[Tensor]) -> list[Tensor]:
     """Copies in new memory, with one kernel."""
     return list(foreach_mul(tensors, 1))
-
-
-@contextmanager
-def _detects_reseeding() -> Iterator[list[bool]]:
-    """Yields a list that becomes non-empty if the GPU's generator is set, as checkpointing does.
-
-    That happens in Python, which a replay leaves out: masks that must be drawn twice would differ.
-    """
-    seen: list[bool] = []
-    original = torch.cuda.set_rng_state
-
-    def noted(*args: Any, **kwargs: Any) -> None:
-        seen.append(True)
-        original(*args, **kwargs)
-
-    torch.cuda.set_rng_state = noted
-    try:
-        yield seen
-    finally:
-        torch.cuda.set_rng_state = original
