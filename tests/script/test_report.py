@@ -11,6 +11,7 @@ from hotlap.core.ledger import Entry, Ledger
 from hotlap.core.plan import Plan
 from hotlap.script import report as telling
 from hotlap.script.report import Report, headline
+from hotlap.script.session import Settings
 
 OWN, FOUND = Plan(), Plan().but(optimizer="fused")
 BASELINE = ("baseline", "chosen", {"step_s": 0.01})
@@ -121,14 +122,14 @@ def test_a_chosen_plan_that_changes_nothing_leaves_the_script_as_it_was():
 @pytest.mark.parametrize("as_json", [False, True])
 def test_it_is_the_first_line_and_a_field_of_the_json(as_json, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(telling, "say", lambda *lines: print(*lines, sep="\n"))
-    Report(name="train.py", out=tmp_path, as_json=as_json).tell()
+    Report(Settings(name="train.py", out=tmp_path, as_json=as_json)).tell()
     out = capsys.readouterr().out
     told = json.loads(out)["headline"] if as_json else out.removeprefix("hotlap: ").rstrip("\n")
     assert told == UNFOUND
 
 
 def test_a_fault_of_hotlaps_comes_first_where_nothing_was_gained(capsys, tmp_path):
-    teller = Report(name="train.py", out=tmp_path, as_json=False)
+    teller = Report(Settings(name="train.py", out=tmp_path))
     teller.fault(RuntimeError("it fell"))
     teller.tell()
     lines = capsys.readouterr().err.splitlines()
@@ -145,13 +146,13 @@ def test_the_seconds_of_a_script_begin_with_its_process_and_those_of_hotlaps_sta
     """Who waits for a script waits for its imports, too."""
     began = time.time() - 100
     monkeypatch.setattr("psutil.Process", lambda: SimpleNamespace(create_time=lambda: began))
-    teller = Report(name="train.py", out=None, as_json=False, torch_s=torch_s)
+    teller = Report(Settings(name="train.py", torch_s=torch_s))
     teller._trainings.append((kept(100.0), []))
     assert re.search(words, teller.headline())
 
 
 def test_a_notebook_began_long_before_its_training(monkeypatch):
     monkeypatch.setattr("psutil.Process", lambda: SimpleNamespace(create_time=lambda: time.time() - 100))
-    teller = Report(name="train.py", out=None, as_json=False)
+    teller = Report(Settings(name="train.py"))
     teller._trainings.append((kept(100.0), []))
     assert re.search(r"as fast: [\d.]+ (s|ms|µs) instead of about 100 s", teller.headline())

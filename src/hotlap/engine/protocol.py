@@ -45,6 +45,7 @@ class TunableTraining(Protocol):
     @property
     def skipped(self) -> int:
         """Updates that were skipped because gradients overflowed. Waits for the device."""
+        return 0
 
     @property
     def epoch_windows(self) -> int:
@@ -57,10 +58,12 @@ class TunableTraining(Protocol):
     @property
     def most_replay_steps(self) -> int:
         """The largest number of updates in one replay."""
+        return 1
 
     @property
     def shapes(self) -> int:
         """Number of shapes that whole batches have, about. Each shape is recorded separately."""
+        return 1
 
     @property
     def warmup_steps(self) -> int:
@@ -71,6 +74,7 @@ class TunableTraining(Protocol):
 
     def why_no_workers(self) -> str | None:
         """Why worker processes that the user did not ask for might change samples; None if they cannot."""
+        return None
 
     def allowed_plan(self, plan: Plan) -> Plan:
         """The plan that the data allows: with the user's own feed if the data changes."""

@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hotlap import machine
 from hotlap.core.errors import HotlapError, first_line
@@ -23,6 +23,9 @@ from hotlap.fitting.record import without_secrets
 from hotlap.report import write_report
 from hotlap.script.idle import TrainingSummary
 from hotlap.store.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from hotlap.script.session import Settings
 
 MOST_LISTED = 3
 """Trainings of one script that the report shows in full."""
@@ -37,23 +40,12 @@ FASTER = 1.005
 class Report:
     """Collects results of one script, and prints them on stderr at the end."""
 
-    def __init__(
-        self,
-        *,
-        name: str,
-        out: Path | None,
-        as_json: bool,
-        is_fixed: bool = False,
-        torch_s: float | None = None,
-        words: Sequence[str] = (),
-        report: bool = False,
-    ) -> None:
-        """`torch_s`: the process only runs the script, so the script's time is that of the process.
+    def __init__(self, settings: Settings) -> None:
+        """With `torch_s` in the settings, the process only runs the script: the script's time is that of the process.
 
-        It took so many seconds to import torch, as it would without hotlap; the rest of the start so far is hotlap's.
+        Its start so far is hotlap's, but for these seconds, in which it imported torch as it would without hotlap.
         """
-        self._name, self._out, self._as_json, self._is_fixed = name, out, as_json, is_fixed
-        self._words, self._wants_page = words, report
+        self._settings, words = settings, settings.words
         # At once: the user may edit a script while it runs. What a module is, shows once it runs.
         self._script = _named(words[0]) if words and words[0] != "-m" else {}
         self._home = Path().absolute()  # the script may change the working directory
@@ -66,6 +58,7 @@ class Report:
         self._refusals: list[str] = []
         self.conditions: list[str] = []
         """What held the host up meanwhile, a line each."""
+        torch_s = settings.torch_s
         age_s = _process_age_s() if torch_s is not None else 0.0
         self._began, self._start_s = time.perf_counter() - age_s, max(0.0, age_s - (torch_s or 0.0))
 
@@ -113,13 +106,14 @@ class Report:
         folder = self._folders.get(number)
         if folder is None:
             first = self._folders.get(0)
-            out = first.path / f"training-{number + 1}" if first is not None else self._out
-            folder = self._folders[number] = RunFolder.create(out, name=self._name, home=self._home)
+            settings = self._settings
+            out = first.path / f"training-{number + 1}" if first is not None else settings.out
+            folder = self._folders[number] = RunFolder.create(out, name=settings.name, home=self._home)
             folder.write_environment(machine.environment())
-            run = ("hotlap", "run", *self._words)
-            words = {"words": without_secrets(run, os.environ)} if self._words else {}
+            run = ("hotlap", "run", *settings.words)
+            words = {"words": without_secrets(run, os.environ)} if settings.words else {}
             script = self._script or (_named(getattr(sys.modules["__main__"], "__file__", None)) if words else {})
-            folder.write_started({"command": "run", "script": self._name, **words, **script})
+            folder.write_started({"command": "run", "script": settings.name, **words, **script})
         return folder
 
     def _written(self, training: TrainingSummary, number: int) -> Path:
@@ -156,14 +150,15 @@ class Report:
             if self._refusals:
                 return f"left as it was, because {self._refusals[0]}"
         took_s = time.perf_counter() - self._began if took_s is None else took_s
-        return headline(ledgers, took_s, start_s=self._start_s, is_fixed=self._is_fixed)
+        is_fixed = self._settings.plan not in (None, "auto")
+        return headline(ledgers, took_s, start_s=self._start_s, is_fixed=is_fixed)
 
     def tell(self, error: BaseException | None = None) -> None:
         """Print everything, and write down what it came to."""
         took_s = time.perf_counter() - self._began
         first = self.headline(took_s)
         self._write_results({"headline": first, "took_s": took_s, "start_s": self._start_s})
-        if self._as_json:
+        if self._settings.as_json:
             pairs = zip(self._trainings, self._figures, strict=True)
             trainings = [as_json(ledger) | figures for (ledger, _), figures in pairs]
             data = {
@@ -190,7 +185,7 @@ class Report:
             try:
                 folder.write_result({**(whole if number == 0 else {}), **self._figures[number]})
                 folder.write_artefacts()
-                if number == 0 and self._wants_page:
+                if number == 0 and self._settings.report:
                     found = self._trainings[0][1]
                     found.append(f"report {self._shown(write_report(folder.path))}")
             except Exception as error:  # the script is done: nothing of hotlap's may end it otherwise

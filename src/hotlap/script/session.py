@@ -103,16 +103,7 @@ class Session:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self._patches = Patches()
-        is_fixed = settings.plan not in (None, "auto")
-        self._report = Report(
-            name=settings.name,
-            out=settings.out,
-            as_json=settings.as_json,
-            words=settings.words,
-            report=settings.report,
-            is_fixed=is_fixed,
-            torch_s=settings.torch_s,
-        )
+        self._report = Report(settings)
         self._proxies: WeakKeyDictionary[DataLoader[Any], LoaderProxy] = WeakKeyDictionary()
         self._finder: LoopFinder | None = LoopFinder()
         self._backward_passes, self._watches_passes = BackwardPasses(), False

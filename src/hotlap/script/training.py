@@ -18,6 +18,7 @@ from hotlap.core.torch_private import cuda_sleep
 from hotlap.core.tricks import EARLY_ITEM, LOSS_WITHOUT_WAITING, ONE_THREAD_BACKWARD, REPLAYED_LOSS
 from hotlap.data.sources import Source
 from hotlap.engine.cursor import Place
+from hotlap.engine.protocol import TunableTraining
 from hotlap.moves import MOVES, OTHERS
 from hotlap.script.calls.call import ModuleCall
 from hotlap.script.calls.early_loss import EarlyLoss
@@ -33,8 +34,11 @@ ENDLESS = 2**62
 """Windows in an epoch of unknown length."""
 
 
-class ScriptTraining:
+class ScriptTraining(TunableTraining):
     """A loop of the user's script; loaders, module calls and optimizer steps in it obey the plan."""
+
+    steps = 0
+    """Steps since hotlap found the loop."""
 
     def __init__(self, loop: Loop, proxies: list[LoaderProxy], ledger: Ledger, without: Sequence[str] = ()) -> None:
         """`without` names tricks to leave out under every plan."""
@@ -59,8 +63,8 @@ class ScriptTraining:
         """The script's own plan."""
         self.computes_otherwise = False
         """Whether the plan in force changes how modules compute."""
-        self.steps, self.before = 0, loop.before
-        """Steps since hotlap found the loop, and those before."""
+        self.before = loop.before
+        """Steps before hotlap found the loop."""
         self._given_before = proxies[0].given if proxies else 0
         self._why_calls_stay: str | None = None
         self._waited = 0
@@ -123,21 +127,6 @@ class ScriptTraining:
         """Ignored: only the script moves through its data."""
 
     @property
-    def skipped(self) -> int:
-        """0: hotlap does not scale the losses of a script."""
-        return 0
-
-    @property
-    def most_replay_steps(self) -> int:
-        """1: the script makes its steps one by one."""
-        return 1
-
-    @property
-    def shapes(self) -> int:
-        """1: hotlap does not look at the shapes of the script's batches."""
-        return 1
-
-    @property
     def warmup_steps(self) -> int:
         """Steps so far that ran slower than the plan in force will, such as warm-ups and recordings."""
         return self._waited + sum(call.warmup_steps for call in self.calls) + self.updates.warmup_steps
@@ -146,10 +135,6 @@ class ScriptTraining:
     def given_up(self) -> str | None:
         """Why hotlap does not fully apply the plan in force; None if it does."""
         return next((call.given_up for call in self.calls if call.given_up is not None), None)
-
-    def why_no_workers(self) -> str | None:
-        """None: `supports` asks each loader."""
-        return None
 
     def allowed_plan(self, plan: Plan) -> Plan:
         """The plan within the limits of the data and the user.
@@ -241,9 +226,6 @@ class ScriptTraining:
                 raise
             except Exception as error:  # holding the user's dataset may raise anything
                 raise PlanError(f"the feed {feed.kind} failed: {first_line(error)}") from error
-
-    def keep_plans(self) -> None:
-        """Nothing to do: each plan's memory stays until `release_other_plans`."""
 
     def release_other_plans(self) -> None:
         """Release everything that belongs to plans other than the one in force."""
