@@ -11,9 +11,10 @@ import tempfile
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 from hotlap.core.units import GIB, MIB
 from hotlap.machine.limits import read_memory
@@ -52,6 +53,9 @@ _HEAD = struct.Struct("<BxxxxxxxQQQQQ")
 _RECORD = struct.Struct("<16sQIIIB")
 _COUNTS = struct.Struct("<QdQdddQd")
 """Of one process, in the order of the fields of `Counts`."""
+
+
+_Picture = TypeVar("_Picture")
 
 
 class State(IntEnum):
@@ -274,8 +278,19 @@ class PictureMemory:
         """Pictures that came from memory in this process."""
         return 0 if self._slot is None else int(self._counts_of(self._slot)[0])
 
-    def is_to_be_compared(self) -> bool:
-        """Whether the next recalled picture is also to be made anew."""
+    def recalled(
+        self, picture: _Picture, took_s: float, make: Callable[[], _Picture], same: Callable[[_Picture, _Picture], bool]
+    ) -> _Picture:
+        """The picture that came from memory in so many seconds; the first ones are also made anew, and compared."""
+        if not self._is_to_be_compared():
+            self.count(took_s)
+            return picture
+        began = time.perf_counter()
+        anew = make()
+        self.count_compared(took_s, time.perf_counter() - began, is_same=same(anew, picture))
+        return anew
+
+    def _is_to_be_compared(self) -> bool:
         if self._compared_here >= COMPARED_HERE or self.counts.compared >= COMPARED:
             return False
         self._compared_here += 1

@@ -61,6 +61,7 @@ class LiveScript:
         counts = stretch.steps > 0 and not standing.is_tuning
         seen = Seen(seconds=seconds, steps=made, on_gpu=on_gpu, samples=samples, plan=standing.plan)
         self._conditions.see(seen, stretch if counts else None)
+        found = verdict(seen) if on_gpu else None
         is_known = standing.length.known and standing.length.updates >= standing.updates
         total = standing.length.updates if is_known else None
         return {
@@ -77,15 +78,10 @@ class LiveScript:
             "plan": str(standing.plan),
             "is_tuning": standing.is_tuning,
             "ledger": ledger_lines(standing.ledger),
-            **self._bound(seconds, made, standing.plan),
+            # hotlap times nothing in a script that it leaves alone, so only a GPU shows what bounds it.
+            **({"bound": as_state(found)} if found is not None and found.bound != "computing" else {}),
         }
 
     def conditions(self) -> list[Event]:
         """The conditions of the host while it trained, once the sampler has ended."""
         return list(self._conditions.close())
-
-    def _bound(self, seconds: float, made: int, plan: Plan) -> dict[str, Any]:
-        """What bounds it, as far as a GPU shows that: hotlap times nothing in a script that it leaves alone."""
-        on_gpu = self._device.type == "cuda"
-        found = verdict(Seen(seconds=seconds, steps=made, on_gpu=True, samples=tuple(self._samples), plan=plan))
-        return {"bound": as_state(found)} if on_gpu and found is not None and found.bound != "computing" else {}

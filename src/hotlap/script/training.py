@@ -299,8 +299,7 @@ class ScriptTraining(TunableTraining):
         for call in self.calls:
             call.use(self.own.numerics, self.own.execution)
             call.forget()
-        self.loss_replay.take_out()
-        self.early_loss.close()
+        self.remove_patches()
         self.updates.close()
         self._backwards.use(here=False)
 

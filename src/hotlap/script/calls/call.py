@@ -43,7 +43,6 @@ from hotlap.script.calls.eager import (
     why_not_changed,
     why_not_in_precision,
 )
-from hotlap.script.calls.graphs import GraphRecorder
 from hotlap.script.calls.loss_replay import LossReplay
 from hotlap.script.calls.module_state import ModuleState
 from hotlap.script.calls.trees import copied, leaves, sharing_memory, with_gradient_hooks, write_marks
@@ -67,7 +66,7 @@ class ModuleCall:
         module: nn.Module,
         *,
         device: torch.device,
-        make_recorder: Callable[[torch.device], GraphRecorder] | None = None,
+        make_recorder: Callable[[torch.device], Recorder] | None = None,
         loss_replay: LossReplay | None = None,
     ) -> None:
         """`loss_replay` receives the outputs of replays."""
@@ -307,7 +306,7 @@ class ModuleCall:
                     self._prepare(way, args, kwargs, grad_outputs)
             args, kwargs = map_tensors((args, kwargs), copied)
             made = self._own_call(*args, **kwargs) if way is None else way(self._own_call, args, kwargs)
-            wanting = _wanting(made)
+            wanting = [output for output in leaves(made) if output.requires_grad]
             pairs = [(out, grad) for out, grad in zip(wanting, grad_outputs, strict=True) if grad is not None]
             parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
             found = gradients([out for out, _ in pairs], list(parameters.values()), [grad for _, grad in pairs])
@@ -366,11 +365,6 @@ class ModuleCall:
 def _key(numerics: Numerics, execution: Execution) -> tuple[Numerics, Execution]:
     """The choices of a plan that belong to calls."""
     return replace(numerics, optimizer="plain"), replace(execution, replay_steps=1, compile="no")
-
-
-def _wanting(outputs: Any) -> list[Tensor]:
-    """The outputs that require gradients."""
-    return [output for output in leaves(outputs) if output.requires_grad]
 
 
 def is_checkpointed() -> bool:

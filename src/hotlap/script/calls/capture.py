@@ -24,12 +24,12 @@ from hotlap.engine.capture.captured_step import (
     why_not_dense,
 )
 from hotlap.engine.capture.fingerprint import QuickCheck, fingerprint
-from hotlap.engine.capture.recording import NotRecordedError, Watch, current_stream, settle_dropout
+from hotlap.engine.capture.recording import NotRecordedError, Recorder, Watch, current_stream, settle_dropout
 from hotlap.script.calls.autograd_bridge import ParameterAliases, autocast_dtype, bridged_outputs
 from hotlap.script.calls.eager import EagerCall, Original, why_not_captured
 from hotlap.script.calls.evaluations import Evaluations
 from hotlap.script.calls.gradient_buffers import GradientBuffers
-from hotlap.script.calls.graphs import CallGraph, GraphRecorder, LossCall, ReplayedCall
+from hotlap.script.calls.graphs import CallGraph, LossCall, ReplayedCall
 from hotlap.script.calls.loss_replay import SEEN_LOSSES, LossReplay
 from hotlap.script.calls.module_state import ModuleState
 from hotlap.script.calls.trees import leaves, sharing_memory, with_gradient_hooks, write_marks
@@ -46,10 +46,10 @@ MOST_RECOMPUTES = 3
 class MemorySlots:
     """Memory to record and replay in. Each slot holds one call until it is differentiated."""
 
-    def __init__(self, make_recorder: Callable[[], GraphRecorder]) -> None:
+    def __init__(self, make_recorder: Callable[[], Recorder]) -> None:
         self.make_recorder = make_recorder
         """Creates another recorder, with memory separate from the slots."""
-        self._recorders: list[GraphRecorder] = []
+        self._recorders: list[Recorder] = []
         self._waiting: list[weakref.ref[ReplayedCall] | None] = []
         self.stream: torch.cuda.Stream | None = None
         """The stream of all replays: another one could overwrite what this one has still to read."""
@@ -62,7 +62,7 @@ class MemorySlots:
                 return number
         return len(self._waiting) if len(self._waiting) < MOST_SLOTS else None
 
-    def recorder(self, slot: int) -> GraphRecorder:
+    def recorder(self, slot: int) -> Recorder:
         """The recorder of a slot."""
         if slot == len(self._recorders):
             self._recorders.append(self.make_recorder())

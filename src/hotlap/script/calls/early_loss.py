@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,16 +38,6 @@ LARGEST_KEPT = 2**10
 """Most bytes of the memory that a kept loss is part of."""
 _copy = Tensor.copy_
 """The original, before any patch."""
-
-
-class HostNumber(Protocol):
-    """Host memory for one number."""
-
-    def take(self, number: Tensor) -> None:
-        """Copy a number here, behind all work launched so far."""
-
-    def value(self) -> Any:
-        """The number; waits until it is here."""
 
 
 class PinnedNumber:
@@ -77,7 +67,7 @@ class _KeptLoss:
 
     __slots__ = ("_same", "_stream", "_version", "place", "was_read")
 
-    def __init__(self, loss: Tensor, place: HostNumber | None, stream: object) -> None:
+    def __init__(self, loss: Tensor, place: PinnedNumber | None, stream: object) -> None:
         # It shares memory and the count of writes, so that no other tensor gets this address.
         self._same = loss.detach()
         self._version, self._stream = loss._version, stream
@@ -114,14 +104,14 @@ class EarlyLoss:
     does not see, nor those of `torch.distributed` and of the script's own CUDA graphs, where torch answers.
     """
 
-    def __init__(self, device: torch.device, make_place: Callable[[], HostNumber] = PinnedNumber) -> None:
+    def __init__(self, device: torch.device, make_place: Callable[[], PinnedNumber] = PinnedNumber) -> None:
         self._device, self._make_place = device, make_place
         self._stream: object = None
         """The stream of all copies: two streams could overtake each other on the way to the same memory."""
         self._made_on = set[object]()
         """The streams of the calls whose losses are differentiated next, or were last."""
         self._is_past_backward = False
-        self._places = list[HostNumber]()
+        self._places = list[PinnedNumber]()
         self._habit = self._copied = 0
         self._kept: dict[int, _KeptLoss] = {}
         """By address, the oldest first."""
@@ -198,7 +188,7 @@ class EarlyLoss:
         """Whether this is the thread that trains, and no other process takes part."""
         return threading.get_ident() == self._thread and not trains_with_others()
 
-    def _copy_of(self, loss: Tensor) -> HostNumber | None:
+    def _copy_of(self, loss: Tensor) -> PinnedNumber | None:
         stream = current_stream(self._device)
         self._stream = self._stream or stream
         # torch waits for the streams of the loss behind the backward pass, and not before it.

@@ -14,9 +14,8 @@ from hotlap.data.batches import map_tensors
 from hotlap.data.sources import tensors_in
 from hotlap.engine.capture.captured_step import BatchError, shape_of
 from hotlap.engine.capture.host_constants import HostConstants
-from hotlap.engine.capture.recording import NotRecordedError, Watch
+from hotlap.engine.capture.recording import NotRecordedError, Recorder, Watch
 from hotlap.script.calls.autograd_bridge import Compute
-from hotlap.script.calls.graphs import Graph, GraphRecorder
 from hotlap.script.calls.trees import (
     is_container,
     kind_of,
@@ -51,7 +50,7 @@ class EvaluationGraph:
         self._infers = torch.is_inference_mode_enabled()
         self._structure: Any = None
         self._compute: Compute | None = None
-        self._graph: Graph | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
         self._tree: Any = None
         self.outputs: list[Tensor] = []
         """The tensors in its result, in memory that every replay overwrites."""
@@ -76,7 +75,7 @@ class EvaluationGraph:
         self._structure = shown
         return _why_not_given(outputs, self._device)
 
-    def record(self, compute: Compute, module: nn.Module, recorder: GraphRecorder) -> None:
+    def record(self, compute: Compute, module: nn.Module, recorder: Recorder) -> None:
         """Record the graph. Raises NotRecordedError."""
         self._compute = compute
         with recorder.aside():

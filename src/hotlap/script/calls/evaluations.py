@@ -36,12 +36,11 @@ from hotlap.core.torch_private import (
 from hotlap.data.sources import tensors_in
 from hotlap.engine.capture.captured_step import PATIENCE, BatchError, shape_of
 from hotlap.engine.capture.fingerprint import QuickCheck, fingerprint
-from hotlap.engine.capture.recording import Watch, current_stream
+from hotlap.engine.capture.recording import Recorder, Watch, current_stream
 from hotlap.engine.snapshot import generator_of
 from hotlap.engine.step import is_out_of_memory
 from hotlap.script.calls.eager import EagerCall, Original, why_not_captured
 from hotlap.script.calls.evaluation_graph import EvaluationGraph, why_other
-from hotlap.script.calls.graphs import GraphRecorder
 from hotlap.script.calls.module_state import ModuleState
 from hotlap.script.calls.trees import write_marks
 from hotlap.script.patches import calls_noted
@@ -107,11 +106,11 @@ class Evaluations:
         module: nn.Module,
         device: torch.device,
         key_of: KeyOf,
-        make_recorder: Callable[[], GraphRecorder],
+        make_recorder: Callable[[], Recorder],
     ) -> None:
         self._eager, self._module, self._device = eager, module, device
         self._key_of, self._make_recorder = key_of, make_recorder
-        self._recorder: GraphRecorder | None = None
+        self._recorder: Recorder | None = None
         self._kinds: dict[Hashable, _Kind] = {}
         self._snapshot: _Snapshot | None = None
         self._stream: torch.cuda.Stream | None = None

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter, is_
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from hotlap.engine.assists.norms import NormCounts, counted_at_once
 from hotlap.engine.capture.host_constants import HostConstants
 from hotlap.engine.capture.recording import (
     NotRecordedError,
+    Recorder,
     Watch,
     dropout_state_to_hold,
     unknown_leaf,
@@ -45,23 +46,6 @@ from hotlap.script.patches import calls_noted
 
 _grad_of, _hooks_of = attrgetter("grad"), attrgetter("_backward_hooks")
 _later_hooks_of = attrgetter("_post_accumulate_grad_hooks")
-
-
-class Graph(Protocol):
-    """Recorded work."""
-
-    def replay(self) -> None:
-        """Run the work again, in the memory it was recorded in."""
-
-
-class GraphRecorder(Protocol):
-    """Records work: `engine.recording.Recorder`."""
-
-    def aside(self) -> AbstractContextManager[None]:
-        """Inside, work runs where recordings are made."""
-
-    def record(self, work: Callable[[], None]) -> Graph:
-        """The work as a graph, without running it. Raises NotRecordedError."""
 
 
 @dataclass(eq=False)
@@ -96,7 +80,7 @@ class CallGraph:
         kept: bool,
         switches: Switches,
         scale: LossScale | None,
-        recorder: GraphRecorder,
+        recorder: Recorder,
         buffers: GradientBuffers | None = None,
         loss_call: LossCall | None = None,
         counts_norms: bool = True,
@@ -229,7 +213,7 @@ class CallGraph:
         for parameter, buffer in self._owned:
             parameter.grad = buffer.data
 
-    def _record_loss(self, loss_call: LossCall, recorder: GraphRecorder) -> None:
+    def _record_loss(self, loss_call: LossCall, recorder: Recorder) -> None:
         buffers, before = self._buffers, [grad is None for grad in self._grads]
         assert buffers is not None
         given = (loss_call.args, loss_call.kwargs)
@@ -291,7 +275,7 @@ class CallGraph:
         if left:
             foreach_copy_(self._lent, [grad for _, grad in left])
 
-    def _rehearse(self, recorder: GraphRecorder) -> None:
+    def _rehearse(self, recorder: Recorder) -> None:
         """Run once to let libraries initialise, and once more while watching; and again where constants are copied."""
         with recorder.aside():
             self._make_outputs()
@@ -312,7 +296,7 @@ class CallGraph:
             raise NotRecordedError(reason)
         self._norms = self._counts.settled(None)
 
-    def _watched(self, recorder: GraphRecorder) -> tuple[str | None, bool]:
+    def _watched(self, recorder: Recorder) -> tuple[str | None, bool]:
         """Why this pass cannot be recorded, and whether it waits for the device."""
         before = write_marks(self.static)
         # Checkpointing does so in Python, which a replay leaves out: masks that must be drawn twice would differ.

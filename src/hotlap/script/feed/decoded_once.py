@@ -3,27 +3,31 @@
 Many scripts decode the same files in every epoch, and resize them to the same size, before anything random happens.
 `followed_pictures` follows a picture from its file through these calls, as `Origin`. The key of the result is a hash
 of the file's bytes and of the calls, so a changed file is another picture. The first other use of the pixels is where
-hotlap remembers the picture, or recalls it. The script gets the same bits, types and attributes. `followed_reads` does
-so for `cv2.imread`.
+hotlap remembers the picture, or recalls it. The script gets the same bits, types and attributes. hotlap remembers
+what `cv2.imread` reads by file and flags.
 
 The patches stay in forked processes, since workers make the pictures.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 import sys
-from collections.abc import Hashable, Sequence
+import time
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
+import numpy as np
 from torch.utils.data import DataLoader
 
 from hotlap.core.ledger import Entry, Ledger
 from hotlap.core.plan import Plan
 from hotlap.core.units import show_bytes, show_seconds
-from hotlap.data.picture_memory import PictureMemory, State
-from hotlap.script.feed import followed_reads
+from hotlap.data.picture_memory import LEAST_PIXELS, MODES, MOST_FILE_BYTES, Known, PictureMemory, State, key_of
 from hotlap.script.patches import Make, Patches
 
 WHAT: Final = "pictures decoded once"
@@ -36,16 +40,11 @@ WHY_NOT: Final = {
     State.TOO_MANY: "there are too many for the memory",
     State.ALWAYS_NEW: "no picture came again",
 }
-
-
-def _of_pil(memory: PictureMemory) -> Sequence[tuple[Any, str, Make]]:
-    from hotlap.script.feed import followed_pictures
-
-    return followed_pictures.patches(memory)
-
-
-LIBRARIES: Final = {"PIL.Image": _of_pil, followed_reads.OPENCV: followed_reads.patches}
-"""Modules whose import shows that a script may read pictures, with what patches them."""
+OPENCV: Final = "cv2"
+COLOUR: Final = 1
+"""OpenCV's flag for three channels of eight bits, which it assumes."""
+_MODE_OF = {1: "L", 3: "RGB", 4: "RGBA"}
+"""What the memory calls arrays of so many channels, whatever these mean."""
 
 
 def decoded_once() -> DecodedOnce | None:
@@ -126,3 +125,71 @@ class DecodedOnce:
 
 def _entry(ledger: Ledger, plan: Plan, outcome: str, why: str, figures: dict[str, float]) -> Entry:
     return Entry(step=ledger.last_step, what=WHAT, outcome=outcome, plan=plan, why=why, figures=figures)
+
+
+# --- libraries that read pictures --------------------------------------------------------
+#
+# OpenCV decodes a file once for each of its flags. Later reads copy the picture from memory.
+
+
+def _of_pil(memory: PictureMemory) -> Sequence[tuple[Any, str, Make]]:
+    from hotlap.script.feed import followed_pictures
+
+    return followed_pictures.patches(memory)
+
+
+def _of_opencv(memory: PictureMemory) -> Sequence[tuple[Any, str, Make]]:
+    return [(sys.modules[OPENCV], "imread", functools.partial(_remembering, memory))]
+
+
+def _remembering(memory: PictureMemory, own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def imread(*args: Any, **kwargs: Any) -> Any:
+        key = None
+        if memory.is_on and 1 <= len(args) <= 2 and not kwargs and isinstance(args[0], (str, os.PathLike)):
+            began = time.perf_counter()
+            with suppress(OSError, ValueError, TypeError):
+                key = _key_of(*args)
+        if key is None:
+            return own(*args, **kwargs)
+        known = memory.find(key)
+        if known is not None and known.at is not None:
+            return _recalled(memory, known, began, lambda: own(*args))
+        read_s = time.perf_counter() - began
+        began = time.perf_counter()
+        picture = own(*args)
+        made_s, began = time.perf_counter() - began, time.perf_counter()
+        with suppress(Exception):  # then it is read again the next time
+            _remember(memory, key, picture)
+        memory.count_remembered(read_s + time.perf_counter() - began, made_s)
+        return picture
+
+    return imread
+
+
+def _key_of(path: Any, flags: Any = COLOUR) -> bytes | None:
+    """The key of what OpenCV makes of a file; None for a file that is too large."""
+    data = Path(path).read_bytes() if Path(path).stat().st_size <= MOST_FILE_BYTES else None
+    return None if data is None else key_of(data, OPENCV.encode(), str(int(flags)).encode())
+
+
+def _remember(memory: PictureMemory, key: bytes, picture: Any) -> None:
+    """Keep an array of bytes; others are left to OpenCV."""
+    if type(picture) is not np.ndarray or picture.dtype != np.uint8 or picture.size < LEAST_PIXELS:
+        return
+    channels = picture.shape[2] if picture.ndim == 3 else 1
+    is_grey_in_three = picture.ndim == 3 and channels == 1
+    if channels in _MODE_OF and picture.flags.c_contiguous and not is_grey_in_three:
+        memory.add(key, _MODE_OF[channels], (picture.shape[1], picture.shape[0]), 0, picture.tobytes())
+
+
+def _recalled(memory: PictureMemory, known: Known, began: float, make: Callable[[], Any]) -> Any:
+    """The array from memory; the first ones are also read anew."""
+    width, height = known.size
+    shape = (height, width) if known.mode == "L" else (height, width, MODES[known.mode])
+    picture = np.frombuffer(memory.pixels(known), np.uint8).reshape(shape).copy()
+    return memory.recalled(picture, time.perf_counter() - began, make, np.array_equal)
+
+
+LIBRARIES: Final = {"PIL.Image": _of_pil, OPENCV: _of_opencv}
+"""Modules whose import shows that a script may read pictures, with what patches them."""

@@ -141,15 +141,11 @@ class Origin:
         memory, began = self.file.memory, time.perf_counter()
         picture = self.made()
         recall_s = time.perf_counter() - began + self.file.read_s
-        if not memory.is_to_be_compared():
-            memory.count(recall_s)
-            return picture
-        began = time.perf_counter()
-        anew = self.made(anew=True)
-        made_s = time.perf_counter() - began
-        is_same = (anew.mode, anew.size, anew.tobytes()) == (picture.mode, picture.size, picture.tobytes())
-        memory.count_compared(recall_s, made_s, is_same=is_same)
-        return anew
+        return memory.recalled(picture, recall_s, functools.partial(self.made, anew=True), _are_same)
+
+
+def _are_same(one: Picture, other: Picture) -> bool:
+    return (one.mode, one.size, one.tobytes()) == (other.mode, other.size, other.tobytes())
 
 
 class FollowedPicture(Image.Image):

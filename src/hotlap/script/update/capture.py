@@ -14,9 +14,8 @@ from torch.optim import Optimizer
 
 from hotlap.core.errors import first_line
 from hotlap.core.torch_private import current_raw_stream, foreach_copy_, set_grad_enabled, step_pre_hooks_of_all
-from hotlap.engine.capture.recording import NotRecordedError
+from hotlap.engine.capture.recording import NotRecordedError, Recorder
 from hotlap.engine.optimizers import frozen_hyperparameters, recording, why_not_captured
-from hotlap.script.calls.graphs import GraphRecorder
 
 WARM = 2
 """Consecutive steps with the same settings and gradients that the optimizer makes itself before one is recorded."""
@@ -33,7 +32,7 @@ class CapturedUpdate:
     """Makes the steps of one optimizer by replays; new or unusual steps are left to the optimizer."""
 
     def __init__(
-        self, optimizer: Optimizer, *, make_recorder: Callable[[], GraphRecorder], shared_inputs: SharedInputs
+        self, optimizer: Optimizer, *, make_recorder: Callable[[], Recorder], shared_inputs: SharedInputs
     ) -> None:
         self._optimizer, self._make_recorder, self._shared_inputs = optimizer, make_recorder, shared_inputs
         self._graph: UpdateGraph | None = None
@@ -379,7 +378,7 @@ class UpdateGraph:
     settings for recording, after steps that created its state.
     """
 
-    def __init__(self, optimizer: Optimizer, recorder: GraphRecorder, shared_inputs: SharedInputs) -> None:
+    def __init__(self, optimizer: Optimizer, recorder: Recorder, shared_inputs: SharedInputs) -> None:
         self._optimizer = optimizer
         parameters = parameters_of(optimizer)
         self._used = [parameter for parameter in parameters if parameter.grad is not None]

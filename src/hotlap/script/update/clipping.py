@@ -18,8 +18,7 @@ from torch.nn.utils import clip_grad
 
 from hotlap.core.errors import first_line
 from hotlap.core.torch_private import CLIP_NORM, CLIP_SCALE, foreach_copy_
-from hotlap.engine.capture.recording import NotRecordedError
-from hotlap.script.calls.graphs import Graph, GraphRecorder
+from hotlap.engine.capture.recording import NotRecordedError, Recorder
 from hotlap.script.update.capture import SharedInputs
 
 WARM = 2
@@ -62,7 +61,7 @@ def clipping_patches(clipping: Callable[[], Clipping | None]) -> Iterator[tuple[
 
 @dataclass(frozen=True)
 class _Recorded:
-    graph: Graph
+    graph: torch.cuda.CUDAGraph
     grads: list[Tensor]
     """Where a replay reads the gradients, and leaves them clipped."""
     total: Tensor
@@ -121,9 +120,7 @@ class _ReturnedNorm:
 class Clipping:
     """Makes the two parts of clipping by a replay; new or unusual clippings are left to torch."""
 
-    def __init__(
-        self, shared_inputs: SharedInputs, recorder_on: Callable[[torch.device], GraphRecorder | None]
-    ) -> None:
+    def __init__(self, shared_inputs: SharedInputs, recorder_on: Callable[[torch.device], Recorder | None]) -> None:
         self._shared_inputs, self._recorder_on = shared_inputs, recorder_on
         self._kinds: dict[Hashable, _Kind] = {}
         self._returned_norm: _ReturnedNorm | None = None

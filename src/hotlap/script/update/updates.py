@@ -28,7 +28,6 @@ from hotlap.engine.optimizers import (
 )
 from hotlap.engine.snapshot import Randomness
 from hotlap.script.calls.eager import TOGETHER, trains_with_others
-from hotlap.script.calls.graphs import GraphRecorder
 from hotlap.script.loop_finder import WHY
 from hotlap.script.patches import Patches
 from hotlap.script.update.capture import (
@@ -81,7 +80,7 @@ class Updates:
         self,
         optimizers: Sequence[Optimizer],
         *,
-        make_recorder: Callable[[torch.device], GraphRecorder] | None = None,
+        make_recorder: Callable[[torch.device], Recorder] | None = None,
     ) -> None:
         self.optimizers = list(optimizers)
         self.own = "fused" if self.optimizers and all(is_fused(one) for one in self.optimizers) else "plain"
@@ -95,7 +94,7 @@ class Updates:
         self._hooks: list[Any] = []
         self._shared_inputs = SharedInputs()
         self._make_recorder = make_recorder
-        self._recorders: dict[torch.device, GraphRecorder] = {}
+        self._recorders: dict[torch.device, Recorder] = {}
         self._captures: dict[tuple[int, bool], CapturedUpdate] = {}
         self._clipping = Clipping(self._shared_inputs, self._recorder_on)
 
@@ -285,12 +284,12 @@ class Updates:
             self._captures[key] = CapturedUpdate(optimizer, make_recorder=make, shared_inputs=self._shared_inputs)
         return self._captures[key]
 
-    def _recorder_of(self, optimizer: Optimizer) -> GraphRecorder:
+    def _recorder_of(self, optimizer: Optimizer) -> Recorder:
         recorder = self._recorder_on(parameters_of(optimizer)[0].device)
         assert recorder is not None
         return recorder
 
-    def _recorder_on(self, device: torch.device) -> GraphRecorder | None:
+    def _recorder_on(self, device: torch.device) -> Recorder | None:
         """The recorder of a device; None if it has none."""
         if self._make_recorder is None and device.type != "cuda":
             return None
