@@ -25,6 +25,7 @@ from hotlap.script.calls.early_loss import EarlyLoss
 from hotlap.script.calls.loss_replay import LossReplay
 from hotlap.script.feed.loader_proxy import LoaderProxy
 from hotlap.script.loop_finder import Loop, ManualUpdates
+from hotlap.script.update.capture import parameters_of
 from hotlap.script.update.updates import BackwardThread, Updates
 from hotlap.tuner.probe import CLOCK_HZ
 
@@ -43,8 +44,7 @@ class ScriptTraining(TunableTraining):
     def __init__(self, loop: Loop, proxies: list[LoaderProxy], ledger: Ledger, without: Sequence[str] = ()) -> None:
         """`without` names tricks to leave out under every plan."""
         self._loop, self.proxies, self.ledger = loop, proxies, ledger
-        first = next(p for group in loop.optimizers[0].param_groups for p in group["params"])
-        self.device: torch.device = first.device
+        self.device: torch.device = parameters_of(loop.optimizers[0])[0].device
         self.updates = Updates([one for one in loop.optimizers if not isinstance(one, ManualUpdates)])
         self._backwards = BackwardThread()
         self.early_loss = EarlyLoss(self.device)

@@ -24,6 +24,7 @@ from hotlap.script.feed.evaluation_feed import EvaluationFeed
 from hotlap.script.feed.loader_proxy import LoaderProxy
 from hotlap.script.idle import TrainingSummary
 from hotlap.script.training import ComputeTimer, ScriptTraining
+from hotlap.script.update.capture import parameters_of
 from hotlap.script.update.updates import memory_of
 from hotlap.script.weights_watch import WeightsWatch
 from hotlap.store.files import load_plan
@@ -233,7 +234,8 @@ class ScriptTuning:
 
     def summary(self) -> TrainingSummary:
         """The training's summary so far."""
-        training = self.training
+        training, tricks = self.training, self.plan.execution.without
+        left_out = [f"left out: {', '.join(tricks)}"] if tricks else []
         return TrainingSummary(
             ledger=training.ledger,
             plan=self.plan,
@@ -241,15 +243,9 @@ class ScriptTuning:
             steps=training.steps,
             began=self.began,
             last=self._last,
-            notes=[*self._left_out, *self.evaluation_feed.lines, *filter(None, [self._weights.line])],
+            notes=[*left_out, *self.evaluation_feed.lines, *filter(None, [self._weights.line])],
             device=str(training.device),
         )
-
-    @property
-    def _left_out(self) -> list[str]:
-        """The tricks that the plan leaves out, as a line for the report."""
-        names = self.plan.execution.without
-        return [f"left out: {', '.join(names)}"] if names else []
 
     def _pause(self) -> None:
         if self._paused_from is None:
@@ -323,9 +319,7 @@ class ScriptGate:
     def check(self, plan: Plan) -> Judgement:
         """Whether training continues as it would without the plan. The check does not change the training."""
         training = self._training
-        touched: list[Tensor] = [
-            t for one in training.optimizers for group in one.param_groups for t in group["params"]
-        ]
+        touched = [weight for optimizer in training.optimizers for weight in parameters_of(optimizer)]
         touched += [t for call in training.calls for t in (*call.module.parameters(), *call.module.buffers())]
         if (reason := self._why_no_trial()) is not None:
             return Judgement(ok=False, why=reason)

@@ -9,6 +9,7 @@ import torch
 
 from hotlap.fitting.first_nan import are_finite
 from hotlap.script.training import ScriptTraining
+from hotlap.script.update.capture import parameters_of
 
 LOOK_S = 5.0
 """Seconds between two looks, each of which waits once for the device."""
@@ -35,7 +36,7 @@ class WeightsWatch:
         if self.line is not None or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             return None
         self._next_s = time.perf_counter() + LOOK_S
-        weights = [p for one in training.optimizers for group in one.param_groups for p in group["params"]]
+        weights = [weight for optimizer in training.optimizers for weight in parameters_of(optimizer)]
         step = training.before + training.steps
         try:
             is_good = are_finite(weights)

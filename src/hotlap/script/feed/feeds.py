@@ -186,16 +186,12 @@ def _pinned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
 
 
-def _taker(indices: Iterator[Any]) -> Callable[[], IndexBatch]:
-    """A function that returns one `IndexBatch` after the other."""
-    return indices.take if isinstance(indices, IndexStream) else map(IndexBatch, indices).__next__
-
-
 class GatheredFeed:
     """Batches gathered from columns on the host."""
 
     def __init__(self, column_batches: ColumnBatches, indices: Iterator[Any]) -> None:
-        self._column_batches, self._take = column_batches, _taker(indices)
+        self._column_batches = column_batches
+        self._take = indices.take if isinstance(indices, IndexStream) else map(IndexBatch, indices).__next__
 
     def __iter__(self) -> Self:
         return self
@@ -204,7 +200,7 @@ class GatheredFeed:
         return self._column_batches.batch(self._take())
 
 
-class ResidentFeed:
+class ResidentFeed(GatheredFeed):
     """Batches gathered from columns on the host, and on the GPU too once the script sends them there."""
 
     def __init__(
@@ -218,15 +214,8 @@ class ResidentFeed:
         is_same: Callable[[], bool],
     ) -> None:
         """`on_device` gathers the same samples on the GPU, as long as `is_same()`."""
-        self._column_batches, self._take, self._copies = (
-            column_batches,
-            _taker(indices),
-            DeviceGather(on_device, device),
-        )
-        self._device_copies, self._is_same = device_copies, is_same
-
-    def __iter__(self) -> Self:
-        return self
+        super().__init__(column_batches, indices)
+        self._copies, self._device_copies, self._is_same = DeviceGather(on_device, device), device_copies, is_same
 
     def __next__(self) -> Batch:
         index_batch = self._take()
@@ -236,7 +225,7 @@ class ResidentFeed:
         return batch
 
 
-class StreamedFeed:
+class StreamedFeed(GatheredFeed):
     """Batches gathered from columns on the host and copied to the GPU ahead, on a separate stream."""
 
     def __init__(
@@ -250,17 +239,10 @@ class StreamedFeed:
         stages: bool,
     ) -> None:
         """Without `stages`, batches are in pinned memory themselves; else they are copied there (`pinned`)."""
-        self._column_batches, self._take, self._copier, self._device_copies = (
-            column_batches,
-            _taker(indices),
-            copier,
-            device_copies,
-        )
+        super().__init__(column_batches, indices)
+        self._copier, self._device_copies = copier, device_copies
         self._stages = deque(PinnedBuffers(pinned=pinned) for _ in range(BUFFER_SETS if stages else 0))
         self._coming: deque[tuple[IndexBatch, Batch, list[PendingCopy]]] = deque()
-
-    def __iter__(self) -> Self:
-        return self
 
     def __next__(self) -> Batch:
         while len(self._coming) <= AHEAD:

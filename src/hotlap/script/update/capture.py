@@ -361,13 +361,9 @@ def _values(optimizer: Optimizer) -> chain[Any]:
     return chain.from_iterable([kept.values() for kept in optimizer.state.values()])
 
 
-def _places(tensors: Sequence[Any]) -> list[int]:
-    """The addresses of tensors. Raises TypeError if one is None."""
-    return [*map(_place, tensors)]
-
-
-def _strides(tensors: Sequence[Any]) -> list[Any]:
-    return [*map(_stride, tensors)]
+def _places(tensors: Sequence[Any]) -> tuple[list[int], list[Any]]:
+    """The addresses of tensors, and their strides. Raises TypeError if one is None."""
+    return [*map(_place, tensors)], [*map(_stride, tensors)]
 
 
 class UpdateGraph:
@@ -392,7 +388,7 @@ class UpdateGraph:
         self._recorded_state: RecordedState | None = None
         before = RecordedState(optimizer)
         self._rates.follow(optimizer.param_groups)
-        self._recorded_at = self._last_at = (_places(grads), _strides(grads))
+        self._recorded_at = self._last_at = _places(grads)
         self._moved_steps = 0
         try:
             self._at_once = recorder.record(self._work)
@@ -446,7 +442,7 @@ class UpdateGraph:
         was_enabled = torch.is_grad_enabled()
         set_grad_enabled(False)
         try:
-            now_at = (_places(grads), _strides(grads))
+            now_at = _places(grads)
             self._rates.follow(self._optimizer.param_groups)
             is_there = now_at == self._recorded_at
             self._moved_steps = self._moved_steps + 1 if now_at == self._last_at and not is_there else 0
