@@ -84,6 +84,7 @@ class TunableTraining(Protocol):
 
     def keep_plans(self) -> None:
         """Keep what belongs to each plan when another replaces it, until `release_other_plans`."""
+        return
 
     def release_other_plans(self) -> None:
         """Release what belongs to plans other than the current one."""
