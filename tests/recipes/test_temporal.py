@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from benchmarks.simulated_bars import simulated_bars
 from recipe_data import bars_file, write_rows
 from typer.testing import CliRunner
 
@@ -16,7 +17,7 @@ from hotlap.cli import app
 from hotlap.core.errors import DataError, JobError, TrainingError
 from hotlap.recipes import recipe_named, temporal, training
 from hotlap.recipes.answers import answer, revived
-from hotlap.recipes.bars import PRICES, bars_from, resampled, simulated_bars
+from hotlap.recipes.bars import PRICES, bars_from, resampled
 from hotlap.recipes.indicators import direction
 from hotlap.recipes.options import options_of
 from hotlap.recipes.tables import read_table

@@ -13,7 +13,7 @@ from torch import nn
 import hotlap
 from hotlap.core.errors import StoreError
 from hotlap.store import weights
-from hotlap.store.weights import build_with_weights, load_into, load_weights, save_weights
+from hotlap.store.weights import build_with_weights, load_weights, load_weights_into, save_weights, unwrapped
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_an_empty_model_loads(tmp_path):
 def test_weights_go_into_a_model_also_into_a_wrapped_one(model, tmp_path):
     save_weights(model, tmp_path / "w.safetensors")
     fresh = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2).bfloat16())
-    load_into(nn.DataParallel(fresh), tmp_path / "w.safetensors")
+    load_weights_into(unwrapped(nn.DataParallel(fresh)), load_weights(tmp_path / "w.safetensors"))
     same(fresh.state_dict(), model.state_dict())
 
 
@@ -87,14 +87,14 @@ def test_a_model_that_does_not_fit_says_where(model, tmp_path):
     save_file({"0.weight": torch.ones(4, 3), "0.bias": torch.ones(5), "\x1b[31m": torch.ones(1)}, tmp_path / "w")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(StoreError) as caught:
-        load_into(model, tmp_path / "w")
+        load_weights_into(model, load_weights(tmp_path / "w"))
     said = str(caught.value)
     assert "1.weight is missing in the file" in said
     assert "\x1b" not in said
     same(model.state_dict(), before)
     with pytest.raises(StoreError, match=r"weight is \(4, 3\) in the file and \(2, 3\) in the model"):
         save_file({"weight": torch.ones(4, 3), "bias": torch.ones(2)}, tmp_path / "v")
-        load_into(nn.Linear(3, 2), tmp_path / "v")
+        load_weights_into(nn.Linear(3, 2), load_weights(tmp_path / "v"))
 
 
 def saved(thing, **settings):

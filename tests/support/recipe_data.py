@@ -5,8 +5,7 @@ import json
 from datetime import UTC, datetime
 
 import numpy as np
-
-from hotlap.recipes.bars import simulated_bars
+from benchmarks.simulated_bars import simulated_bars
 
 TOPICS = {
     "sport": "goal match team coach league score player season win final",

@@ -103,6 +103,11 @@ def listed(head: str, noun: str, problems: Sequence[str]) -> str:
     return f"{head} {len(problems)} {noun}s:{lines}"
 
 
+def first_few(words: Sequence[str], most: int = 3, *, between: str = ", ") -> str:
+    """The first of these words, and how many more there are."""
+    return between.join(words[:most]) + (f" and {len(words) - most:,} more" if len(words) > most else "")
+
+
 def shown(value: object, width: int = 60) -> str:
     """`value` as Python writes it, in one line of at most `width` characters, whatever it is."""
     try:

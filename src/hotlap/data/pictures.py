@@ -24,7 +24,17 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from hotlap.core.errors import DataError, MachineError, StoreError, install, kind_of, listed, shown
+from hotlap.core.errors import (
+    DataError,
+    MachineError,
+    StoreError,
+    first_few,
+    first_line,
+    install,
+    kind_of,
+    listed,
+    shown,
+)
 from hotlap.core.terminal import logger
 from hotlap.core.units import MIB, show_bytes, show_seconds
 from hotlap.data.parallel import parallel_map
@@ -114,7 +124,7 @@ def decode_square(content: bytes, size: int, fit: Fit = "stretch") -> Pixels:
         except library.UnidentifiedImageError:
             raise BrokenError("is neither JPEG nor PNG") from None
         except Exception as error:  # a decoder may raise anything for a damaged file
-            raise BrokenError(f"cannot be decoded: {_first_line(error)}") from None
+            raise BrokenError(f"cannot be decoded: {first_line(error)[:100]}") from None
     return np.ascontiguousarray(np.asarray(made).transpose(2, 0, 1))
 
 
@@ -204,10 +214,6 @@ def fast_decoder() -> Any:
         return None
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:100]
-
-
 log = logger(__name__)
 
 Progress = Callable[[int, int], None]
@@ -219,8 +225,6 @@ FORMAT = 1
 CHANNELS = 3
 COPIES = 2
 """Copies of the pixels on disk while hotlap decodes: its own file and the cache's."""
-NAMED = 3
-"""Files that a message names."""
 LONGEST_NAME = 60
 """Characters of a name that a message shows."""
 
@@ -315,9 +319,7 @@ def decoded(
 def list_broken(paths: Iterable[str | os.PathLike[str]], broken: Mapping[int, str]) -> str:
     """The first broken files with their problems, and the number of the others, in one line."""
     names = list(paths)
-    named = [f"{_short(Path(names[row]).name)} {why}" for row, why in list(broken.items())[:NAMED]]
-    more = f" and {len(broken) - NAMED:,} more" if len(broken) > NAMED else ""
-    return f"{'; '.join(named)}{more}"
+    return first_few([f"{_short(Path(names[row]).name)} {why}" for row, why in broken.items()], between="; ")
 
 
 def _short(name: str) -> str:

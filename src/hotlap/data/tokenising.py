@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from hotlap.core.errors import DataError, HotlapError, StoreError, first_line, kind_of, listed, shown
+from hotlap.core.errors import DataError, HotlapError, StoreError, first_few, first_line, kind_of, listed, shown
 from hotlap.core.terminal import logger
 from hotlap.core.units import show_seconds
 from hotlap.data.parallel import parallel_map
@@ -338,8 +338,6 @@ CHUNK = 4096
 """Texts in a chunk for a tokenizer with threads: enough for all threads, few enough to show progress."""
 SLOW_CHUNK = 128
 """Texts in a chunk for a tokenizer in several processes."""
-NAMED = 3
-"""Wrong rows that an error names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -545,11 +543,10 @@ def _read(name: str, texts: Any, wrong: list[str]) -> list[str]:
     given = list(texts)
     bad = [at for at, text in enumerate(given) if not isinstance(text, str)]
     if bad:
-        rows = ", ".join(f"{name}[{at}]" for at in bad[:NAMED])
-        more = f" and {len(bad) - NAMED:,} more" if len(bad) > NAMED else ""
+        rows = first_few([f"{name}[{at}]" for at in bad])
         what = "is" if len(bad) == 1 else "are"
         value = kind_of(given[bad[0]])
-        wrong.append(f"{rows}{more} {what} {value}, not text; leave out such rows or replace them by ''")
+        wrong.append(f"{rows} {what} {value}, not text; leave out such rows or replace them by ''")
     elif not given:
         wrong.append(f"{name} is empty; give at least one text")
     return given

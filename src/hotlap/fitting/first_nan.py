@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hotlap.core.errors import first_few
 from hotlap.data.order import Order
 from hotlap.data.sources import tensors_in
 from hotlap.engine.rig import Place, Rig
@@ -261,6 +262,4 @@ def _indices(order: Order, place: Place, window: Window) -> list[int]:
 
 
 def _listed(samples: list[int]) -> str:
-    noun = "sample" if len(samples) == 1 else "samples"
-    more = f" and {len(samples) - SHOWN:,} more" if len(samples) > SHOWN else ""
-    return f"{noun} {', '.join(map(str, samples[:SHOWN]))}{more}"
+    return f"sample{'' if len(samples) == 1 else 's'} {first_few([*map(str, samples)], SHOWN)}"

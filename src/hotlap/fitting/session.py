@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotlap.core.errors import HotlapError, StoreError
+from hotlap.core.errors import HotlapError, StoreError, first_line
 from hotlap.core.job import Job
 from hotlap.core.ledger import Ledger
 from hotlap.core.units import MIB
@@ -38,8 +38,8 @@ def unfit_checkpoint(name: str) -> Iterator[None]:
     except (HotlapError, torch.OutOfMemoryError):
         raise
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, AssertionError, RuntimeError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise StoreError(f"checkpoint {name} does not fit this training: {type(error).__name__}: {reason}") from error
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise StoreError(f"checkpoint {name} does not fit this training: {why}") from error
 
 
 def counts(*values: Any) -> None:

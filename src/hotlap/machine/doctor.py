@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
+from hotlap.core.errors import first_few
 from hotlap.core.units import MIB, show_bytes
 from hotlap.machine.cuda import Cuda, Driver, GpuProcess
 from hotlap.machine.detect import Gpu, Machine, World, assemble, driver_gpu, pretended_gpu
@@ -211,10 +212,9 @@ def _shared(report: GpuReport) -> list[Problem]:
     gpu = report.gpu
     if report.others:
         held = sum(process.bytes or 0 for process in report.others)
-        who = ", ".join(f"{p.pid}{f' ({p.name})' if p.name else ''}" for p in report.others[:4])
-        more = f" and {len(report.others) - 4} more" if len(report.others) > 4 else ""
+        who = first_few([f"{p.pid}{f' ({p.name})' if p.name else ''}" for p in report.others], 4)
         size = f", holding {show_bytes(held)}" if held else ""
-        what = f"other processes on {gpu.device}{size}: {who}{more}"
+        what = f"other processes on {gpu.device}{size}: {who}"
     elif report.unseen_bytes > _CONTEXT:
         taken = show_bytes(report.unseen_bytes)
         what = f"{taken} of {gpu.device} is taken, by processes that cannot be seen from here"

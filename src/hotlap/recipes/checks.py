@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 
 import numpy as np
 
-from hotlap.core.errors import shown
+from hotlap.core.errors import first_few, shown
 from hotlap.recipes.kinds import Column, Values, sorted_words
 from hotlap.recipes.tables import Table
 
@@ -90,7 +90,7 @@ def _single_rows(column: Column) -> list[str]:
     which = (
         f"class {few[0]} of {column.name!r} has" if len(few) == 1 else f"{len(few):,} classes of {column.name!r} have"
     )
-    names = "" if len(few) == 1 else f" ({_listed(few)})"
+    names = "" if len(few) == 1 else f" ({first_few(few, LISTED)})"
     return [f"{which} a single row{names}, which is trained on and never judged; add rows or join classes"]
 
 
@@ -128,8 +128,8 @@ def suspects(table: Table, target: str, *, but: Collection[str] = ()) -> list[st
 
 def mismatch_problems(train: Table, test: Table, target: str) -> list[str]:
     """Why a model of one table cannot answer for another: columns it lacks, or that are of another kind."""
-    lacks = [repr(name) for name in train.columns if name != target and name not in test]
-    found = [f"{test.path} lacks {_listed(lacks)}, which {train.path} has; add what is missing"] if lacks else []
+    lacks = first_few([repr(name) for name in train.columns if name != target and name not in test], LISTED)
+    found = [f"{test.path} lacks {lacks}, which {train.path} has; add what is missing"] if lacks else []
     for name, column in train.columns.items():
         if name == target or name not in test:
             continue
@@ -236,7 +236,7 @@ def _codes(column: Column) -> Values:
 
 def _renamed(column: Column, goal: Column) -> str:
     pairs = list(dict.fromkeys(zip(column.texts(), goal.texts(), strict=True)))
-    return _listed([f"{shown(name, 20)} is {shown(other, 20)}" for name, other in pairs[: LISTED + 1]], most=2)
+    return first_few([f"{shown(name, 20)} is {shown(other, 20)}" for name, other in pairs[: LISTED + 1]], 2)
 
 
 # --- words ---------------------------------------------------------------------------------------------
@@ -254,9 +254,4 @@ def _example(column: Column) -> str:
 
 
 def _rows(rows: Values) -> str:
-    return ("row " if len(rows) == 1 else "rows ") + _listed([f"{row + 1:,}" for row in rows.tolist()])
-
-
-def _listed(words: list[str], most: int = LISTED) -> str:
-    more = f" and {len(words) - most:,} more" if len(words) > most else ""
-    return ", ".join(words[:most]) + more
+    return ("row " if len(rows) == 1 else "rows ") + first_few([f"{row + 1:,}" for row in rows.tolist()], LISTED)

@@ -17,7 +17,7 @@ from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
 
-from hotlap.core.errors import DataError, StoreError, shown
+from hotlap.core.errors import DataError, StoreError, first_few, shown
 from hotlap.core.units import MIB, show_bytes
 from hotlap.machine.limits import read_memory
 from hotlap.recipes.kinds import Cells, are_numbers
@@ -342,5 +342,4 @@ def _delimiter(content: bytes) -> str:
 
 def listed_names(names: Sequence[str]) -> str:
     """The first names, and how many more there are."""
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(shown(name, _LONGEST_NAME) for name in names[:_LISTED]) + more
+    return first_few([shown(name, _LONGEST_NAME) for name in names], _LISTED)

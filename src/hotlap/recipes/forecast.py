@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotlap.core.errors import DataError, JobError, MachineError, did_you_mean, install, shown
+from hotlap.core.errors import DataError, JobError, MachineError, did_you_mean, first_few, install, shown
 from hotlap.core.job import Job
 from hotlap.core.units import show_seconds
 from hotlap.fitting.run import FinishedRun, Run
@@ -40,7 +40,6 @@ from hotlap.recipes.forecast_models import (
     Split,
     best_alphas,
     blend_weights,
-    few_of,
     mixed,
     numbers_of,
     telling_features,
@@ -207,7 +206,7 @@ class ForecastRecipe(TabularRecipe):
         options, is_apart = self.options, known is not self.table
         if not options.steps and not is_apart:
             raise DataError(
-                f"say with --ahead how many rows later {few_of(wanted)} are to be forecast; "
+                f"say with --ahead how many rows later {first_few(wanted)} are to be forecast; "
                 "0: each row holds its own targets, which are then no features"
             )
         steps = options.steps or (0,)
@@ -223,12 +222,12 @@ class ForecastRecipe(TabularRecipe):
         rest = [name for name in self.table.columns if name != self.time and (is_own or name not in wanted)]
         inputs = [name for name in rest if self.table[name].kind in NUMBERS]
         if unread := [name for name in rest if name not in inputs]:
-            self.say(f"note      not read, since they hold no numbers: {few_of(unread)}")
+            self.say(f"note      not read, since they hold no numbers: {first_few(unread)}")
         if not inputs:
             raise DataError(f"{options.data} has no columns of numbers to forecast from, beside {self.time}")
         names = [f"{name}+{step}" if len(steps) > 1 else name for step in steps for name in wanted]
         what = f"{', '.join(options.ahead)} rows ahead" if steps != (0,) else "each of its own row"
-        self.say(f"targets   {len(names):,}: {few_of(wanted)}, {what}; from {len(inputs):,} columns")
+        self.say(f"targets   {len(names):,}: {first_few(wanted)}, {what}; from {len(inputs):,} columns")
         return Setup(
             time=self.time,
             is_dated=self.table[self.time].kind == "date",
@@ -286,7 +285,7 @@ class ForecastRecipe(TabularRecipe):
         unknown = np.flatnonzero(~np.isfinite(self.y[begin:end]).any(0))
         names = [self.setup.targets[at] for at in unknown]
         if names:
-            raise DataError(f"nothing is known of {few_of(names)} in the rows to train on; leave such targets out")
+            raise DataError(f"nothing is known of {first_few(names)} in the rows to train on; leave such targets out")
 
     @cached_property
     def missed(self) -> dict[str, Numbers]:

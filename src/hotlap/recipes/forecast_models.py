@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hotlap import trees
-from hotlap.core.errors import DataError, shown
+from hotlap.core.errors import DataError, first_few, shown
 from hotlap.data.windows import Windows
 from hotlap.recipes.answers import outputs_of
 from hotlap.recipes.boosted_trees import Mixture
@@ -388,7 +388,7 @@ class ForecastReader(Reader):
         table = read_table(data)
         lacking = [name for name in (self.setup.time, *self.setup.inputs) if name not in table]
         if lacking:
-            raise DataError(f"{data} lacks {few_of(lacking)}, which the model reads; add what is missing")
+            raise DataError(f"{data} lacks {first_few(lacking)}, which the model reads; add what is missing")
         return table
 
     def state(self) -> dict[str, Any]:
@@ -408,7 +408,7 @@ class ForecastReader(Reader):
         times = times_of(table, setup.time)
         wrong = [name for name in setup.inputs if table[name].kind not in (*NUMBERS, "empty")]
         if wrong:
-            raise DataError(f"{few_of(wrong)} in {table.path} must be numbers, as in training; correct them")
+            raise DataError(f"{first_few(wrong)} in {table.path} must be numbers, as in training; correct them")
         if (table[setup.time].kind == "date") != setup.is_dated:
             raise DataError(f"the time {setup.time!r} of {table.path} is {table[setup.time].kind}, unlike in training")
         before = int((self._times < times[0]).sum())
@@ -490,9 +490,3 @@ class Trees:
 
     model: TreeModel
     places: Numbers
-
-
-def few_of(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
-    more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more

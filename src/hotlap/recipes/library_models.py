@@ -6,14 +6,14 @@ import contextlib
 import dataclasses
 import importlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from hotlap.core.errors import HotlapError, StoreError, library, shown
+from hotlap.core.errors import HotlapError, StoreError, first_few, library, shown
 from hotlap.store.files import read_text
 from hotlap.store.weights import load_weights
 
@@ -79,7 +79,7 @@ def checked(config: Mapping[str, Any], source: str) -> dict[str, Any]:
         raise StoreError(f"{source} is nested too deeply; give the {CONFIG} of a model of transformers") from None
     if wrong:
         raise StoreError(
-            f"{source} has {_listed(wrong)}, which can make the library load a stranger's code or files; "
+            f"{source} has {_named(wrong)}, which can make the library load a stranger's code or files; "
             "remove it from the file if the model works without it"
         )
     if absurd is not None:
@@ -90,7 +90,7 @@ def checked(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     if unknown:
         kind = shown(config["model_type"])
         raise StoreError(
-            f"{source} has {_listed(unknown)}, which no {kind} of this transformers has; remove it from the file"
+            f"{source} has {_named(unknown)}, which no {kind} of this transformers has; remove it from the file"
         )
     return found
 
@@ -225,6 +225,5 @@ def _unknown(config: Mapping[str, Any], example: Any) -> Iterator[str]:
             yield from _unknown(value, inner)
 
 
-def _listed(keys: Any) -> str:
-    first = [shown(key) for key in keys]
-    return f"{', '.join(first[:4])} and {len(first) - 4} more" if len(first) > 4 else ", ".join(first)
+def _named(keys: Iterable[str]) -> str:
+    return first_few([shown(key) for key in keys], 4)

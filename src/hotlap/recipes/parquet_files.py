@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hotlap.core.errors import DataError, install
+from hotlap.core.errors import DataError, first_line, install
 from hotlap.core.units import show_bytes
 from hotlap.machine.limits import read_memory
 from hotlap.recipes.kinds import Column, to_seconds, word_column
@@ -56,7 +56,7 @@ def _read(file: Path) -> Any:
             )
         table = opened.read()
     except (arrow.ArrowException, OSError) as error:
-        raise DataError(f"{file} cannot be read as Parquet: {str(error).splitlines()[0]}") from None
+        raise DataError(f"{file} cannot be read as Parquet: {first_line(error)}") from None
     size = sum(_text_bytes(table.column(place)) for place in range(table.num_columns))
     if size > most:
         raise DataError(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hotlap import trees
-from hotlap.core.errors import DataError, JobError, shown
+from hotlap.core.errors import DataError, JobError, first_few, shown
 from hotlap.core.job import Job
 from hotlap.data.sequences import Sequences
 from hotlap.recipes import checks
@@ -25,7 +25,7 @@ from hotlap.recipes.encoders import Encoder, encoder_for, encoder_in
 from hotlap.recipes.kinds import Column, Kind
 from hotlap.recipes.options import below_one, is_folder, option, outside, unknown_words
 from hotlap.recipes.picture_files import OTHERS, SUFFIXES
-from hotlap.recipes.price_features import Features, listed
+from hotlap.recipes.price_features import Features
 from hotlap.recipes.price_models import (
     Blend,
     PriceNetwork,
@@ -145,7 +145,8 @@ class PriceRecipe(TextRecipe):
         rest = [name for name in rest if name not in pictures and table[name].kind not in ("text", "empty")]
         ids = [name for name in rest if _counts_rows(table[name])]
         if ids:
-            self.say(f"note      not read, since they number the rows: {listed(ids)}; name them with --features if not")
+            what = f"not read, since they number the rows: {first_few(ids)}; name them with --features if not"
+            self.say(f"note      {what}")
         self.beside = [name for name in rest if name not in (*ids, *texts)]
         return texts
 
@@ -339,7 +340,7 @@ class PriceReader(TextReader):
         """Rows in memory; a list of plain texts will do where nothing else is read."""
         table = table_in_memory(data, self.columns, self.kinds)
         if lacking := [name for name in self.kinds if name not in table]:
-            raise DataError(f"the rows lack {listed(lacking)}, which the model reads; add what is missing")
+            raise DataError(f"the rows lack {first_few(lacking)}, which the model reads; add what is missing")
         return table if self.pictures is None else self.pictures.in_memory(table)
 
     def state(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hotlap.core.errors import first_few
 from hotlap.recipes.kinds import Kind
 from hotlap.recipes.product_texts import NAMES, WordParts, read_facts
 from hotlap.recipes.recipe import Numbers, Say
@@ -24,8 +25,6 @@ PARTS = 5
 """Of the rows to train on, each part sees the means of the others: a row must not see its own target."""
 EDGES = (0.001, 0.999)
 """Quantiles of the rows to train on; what lies beyond counts as these."""
-SHOWN = 3
-"""Columns that a line names before it counts the rest."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -149,14 +148,14 @@ class Features:
         """What the features are of, and what is missing or cut off in the columns beside the text."""
         counts = [f"{len(NAMES)} of the text", f"{len(self.parts.parts)} of its words", "2 of its brand"]
         for number, names in ((1, list(self.numbers)), (2, self.words)):
-            counts += [f"{number} of {'each of ' if len(names) > 1 else ''}{listed(names)}"] if names else []
+            counts += [f"{number} of {'each of ' if len(names) > 1 else ''}{first_few(names)}"] if names else []
         lines = [f"features  {len(self.mean)} of each row: {', '.join(counts)}"]
         first = plain.shape[1] - len(self.numbers)
         missing = {name: int(np.isnan(plain[:, first + at]).sum()) for at, name in enumerate(self.numbers)}
         missing |= {name: _words(table, name).count("") for name in self.words}
         if any(missing.values()):
             lines.append(
-                f"missing   {listed([f'{name} in {n:,} rows' for name, n in missing.items() if n])}; {MISSING}"
+                f"missing   {first_few([f'{name} in {n:,} rows' for name, n in missing.items() if n])}; {MISSING}"
             )
         size = plain.shape[1]
         beyond = ((plain < self.low[:size]) | (plain > self.high[:size])).sum(0)[first:]
@@ -164,7 +163,7 @@ class Features:
         cut = [
             f"{name} in {n:,} rows, beyond {end}" for name, n, end in zip(self.numbers, beyond, ends, strict=False) if n
         ]
-        return [*lines, *([f"outliers  {listed(cut)}; they count as these ends"] if cut else [])]
+        return [*lines, *([f"outliers  {first_few(cut)}; they count as these ends"] if cut else [])]
 
     def state(self) -> dict[str, Any]:
         """All that makes the features again, beside their tensors, as JSON."""
@@ -199,11 +198,6 @@ class Features:
 
 _ARRAYS = ("low", "high", "mean", "deviation", "gaps")
 MISSING = "that a value is missing is a feature too"
-
-
-def listed(names: Sequence[str]) -> str:
-    """A few of these names, and how many more there are."""
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else "")
 
 
 def _read_as(kind: Kind) -> Kind:

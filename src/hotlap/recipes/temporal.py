@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hotlap.core.errors import DataError, JobError, did_you_mean, shown
+from hotlap.core.errors import DataError, JobError, did_you_mean, first_few, shown
 from hotlap.core.job import Job
 from hotlap.core.units import show_seconds
 from hotlap.data.windows import Windows
@@ -44,8 +44,6 @@ LEAST = 50
 """Least windows on each side of a split."""
 OWN_BARS, FRAME_BARS = 50, 20
 """That features look back over: of the bars themselves, and of the longest frame."""
-NAMED = 3
-"""Symbols that a line names before it counts the rest."""
 DEFAULT_FRAMES = (3600, 14400)
 """Longer bars that hotlap makes where none are named: h1 and h4."""
 SUGGESTED_FRAMES = (300, 900, 3600, 14400, 86400, 7 * 86400)
@@ -430,10 +428,9 @@ def refuse_few(
         )
     short = [one for (one, _), side in zip(known, sides, strict=True) if side is None]
     if short and say is not None:
-        names = ", ".join(f"{one.symbol or 'one without a name'} with {len(one):,}" for one in short[:NAMED])
-        more = f" and {len(short) - NAMED:,} more" if len(short) > NAMED else ""
+        names = first_few([f"{one.symbol or 'one without a name'} with {len(one):,}" for one in short])
         needed = f"a window {what} needs {_bars_for(options, warm_up, 1):,} of a symbol"
-        say(f"warning   left out: bars of {names}{more}: {needed}")
+        say(f"warning   left out: bars of {names}: {needed}")
 
 
 def _warm_up(known: Sequence[tuple[Bars, Features]], frames: Sequence[int]) -> int:

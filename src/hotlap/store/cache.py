@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotlap.core.errors import StoreError, shown
+from hotlap.core.errors import StoreError, first_line, shown
 from hotlap.core.terminal import logger
 from hotlap.store import disk
 from hotlap.store.disk import Piece
@@ -390,7 +390,7 @@ def _as_tensor(name: str, value: Tensor | np.ndarray[Any, Any]) -> Tensor:
         # Copied in its shape: ascontiguousarray makes a scalar a row, and torch needs a writable array.
         return torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape).copy())
     except (TypeError, ValueError, AttributeError) as error:
-        raise StoreError(f"{name} cannot be stored as a tensor: {str(error).splitlines()[0]}") from None
+        raise StoreError(f"{name} cannot be stored as a tensor: {first_line(error)}") from None
 
 
 # ---
@@ -420,7 +420,7 @@ def mapped(path: Path) -> dict[str, Tensor]:
         body = raw[8 + header_bytes :]
         return {name: _part(body, **entry) for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise StoreError(f"{path.name} is not a valid safetensors file: {str(error).splitlines()[0]}") from None
+        raise StoreError(f"{path.name} is not a valid safetensors file: {first_line(error)}") from None
 
 
 def _part(body: Tensor, *, dtype: str, shape: list[int], data_offsets: list[int]) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from hotlap.core.errors import StoreError
+from hotlap.core.errors import StoreError, first_line
 from hotlap.store.disk import Piece
 
 NAMES = {
@@ -115,7 +115,7 @@ def tensors_from(content: bytes, name: str) -> dict[str, Tensor]:
     try:
         return load(content)
     except (SafetensorError, ValueError, KeyError, RuntimeError, OverflowError) as error:
-        raise StoreError(f"{name} is {file_kind(content)}: {str(error).splitlines()[0]}") from None
+        raise StoreError(f"{name} is {file_kind(content)}: {first_line(error)}") from None
 
 
 def file_kind(content: bytes) -> str:

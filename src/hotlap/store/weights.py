@@ -155,11 +155,6 @@ def _tensors_in(wanted: Path) -> dict[str, Tensor]:
             raise StoreError(f"cannot read the weights {wanted}: {error.strerror or error}") from None
 
 
-def load_into(model: nn.Module, path: str | Path) -> None:
-    """Load weights into a model; StoreError lists what does not fit."""
-    load_weights_into(unwrapped(model), load_weights(path))
-
-
 def build_with_weights(make: Callable[[], nn.Module], path: str | Path) -> nn.Module:
     """The model from `make` with the weights of a file; hotlap skips the random initialisation, which takes seconds.
 

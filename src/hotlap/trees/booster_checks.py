@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hotlap.core.errors import StoreError
+from hotlap.core.errors import StoreError, first_line
 
 Ints = np.ndarray[Any, Any]
 _ARRAYS = (
@@ -137,7 +137,7 @@ def _one_line(name: str, library: str) -> Iterator[None]:
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        why = first_line(error)
         raise StoreError(f"{name} is not a booster of {library} that hotlap can load: {why:.200}") from None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hotlap.core.errors import JobError, did_you_mean, library, shown
+from hotlap.core.errors import JobError, did_you_mean, first_line, library, shown
 from hotlap.trees import parameters
 from hotlap.trees.files import TreeFiles
 from hotlap.trees.parameters import EXTRA, NEEDS
@@ -118,7 +118,7 @@ def features(value: Any, name: str, wrong: list[str]) -> Any:
         if array.dtype != np.float32:
             array = array.astype(np.float64)
     except (TypeError, ValueError) as error:
-        wrong.append(f"{name} must be numbers: {str(error).splitlines()[0]}; code texts and categories as numbers")
+        wrong.append(f"{name} must be numbers: {first_line(error)}; code texts and categories as numbers")
         return None
     if array.ndim != 2 or not array.shape[1]:
         wrong.append(f"{name} has the shape {array.shape}; it must be rows × columns")

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
-from hotlap.core.errors import JobError, PlanError, did_you_mean, shown
+from hotlap.core.errors import JobError, PlanError, did_you_mean, first_line, shown
 from hotlap.core.plan import MOST_WORKERS
 from hotlap.trees import parameters
 from hotlap.trees.data import LEAST_ROWS, LIBRARIES, Array, TreeData, features
@@ -201,7 +201,7 @@ def _targets(value: Any, name: str, task: str, wrong: list[str]) -> Array | None
     try:
         array = array.astype(np.float64)
     except (TypeError, ValueError) as error:
-        wrong.append(f"{name} must be numbers: {str(error).splitlines()[0]}")
+        wrong.append(f"{name} must be numbers: {first_line(error)}")
         return None
     with np.errstate(over="ignore"):
         bad = ~np.isfinite(array.astype(np.float32))  # both libraries keep targets as 32-bit floats
