@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 
@@ -35,6 +35,8 @@ EVALUATIONS = 3
 """How often an evaluation is made whose workers die."""
 SIGNAL_S = 2.0
 """How long a signal may take to arrive after it has ended the workers."""
+PUT_BACK: Final = "put back"
+"""Why steps end where the training goes on from an earlier one."""
 
 
 def train(task: Task, session: RunSession, state: ProgressState) -> str:
@@ -106,22 +108,21 @@ class _Loop:
         self._begun_at = task.rig.steps
         self._failed: Window | None = None
         """The window whose step an error ended, where nothing has put the training back."""
+        self._step: Callable[[Window], Tensor] = task.rig.advance
 
     def steps(self, stop: StopRequest) -> str:
         """Make all steps that are left; why it ended."""
         while True:
             ended = self._steps_from_here(stop)
-            if not self._is_elsewhere:
+            if ended != PUT_BACK:
                 return ended
             self._is_elsewhere = False
 
     def _steps_from_here(self, stop: StopRequest) -> str:
         """Make all steps that are left, or those until the training is put back to an earlier step; why it ended."""
-        job, rig, saver, state, clock = self._job, self._rig, self._session.saver, self._state, time.perf_counter
-        rescue = self._rescue
-        live, every_s = self.live, self._voice.console.every_s
-        next_s, look_s = clock() + every_s, clock() + LOOK_S
-        ends = SavedInTime(self._task, self._session, state, stop)
+        now, state = time.perf_counter(), self._state
+        self._show_at_s, self._look_at_s = now + self._voice.console.every_s, now + LOOK_S
+        self._ends = SavedInTime(self._task, self._session, state, stop)
         if (early := self._early_end()) is not None:
             return early
         if state.from_checkpoint is not None and self._lacks_record():
@@ -131,79 +132,109 @@ class _Loop:
         if self._deadline is not None:
             self._deadline.try_evaluation()
         # What a forged or foreign state breaks, it breaks in the first step.
-        step = rig.advance if state.from_checkpoint is None else self._step_from_checkpoint
+        self._step = self._rig.advance if state.from_checkpoint is None else self._step_from_checkpoint
         for window in self._windows(stop):
-            rescue.begins(window)
-            try:
-                step(window)
-            except Exception as error:
-                self._answered(error, window)
-                continue
-            rescue.ended()
-            step = rig.advance
-            self.tuner.stepped(window.updates)
-            if rescue.larger:
-                self._use_more_memory()
-            if self.tuner.done and not self._told:
-                self._tell_of_tuning()
-            if (good := self.tuner.drifted()) is not None:
-                self._go_back(good)
-                continue
-            # Only now, with the next step under way: the device has no pause between epochs.
-            self._finish_record()
-            if self._was_put_back():
-                return ""
-            live.stepped()
-            now = clock()
-            if now >= look_s:
-                live.look()
-                if (too_slow := ends.look()) is not None:
-                    self._voice.say(f"time   {too_slow}")
-                look_s = clock() + LOOK_S
-                if live.losses.is_lost:
-                    self._check_weights()
-            if row := self.numbers.skipped_in_a_row():
-                self._answer_skips(row)
-            if self._was_put_back():
-                return ""
-            if now >= next_s:
-                self._show()
-                next_s = clock() + every_s
-            if self._is_record_due() and ends.leaves_time_to_evaluate() and self._has_time_to_evaluate():
-                self._record()
-            if self._was_put_back():
-                return ""
-            if (early := self._early_end()) is not None:
-                return early
-            if stop.signal is not None:
-                self._finish_record()
-                return "on a signal"
-            if (over := self._out_of_time()) is not None:
-                return over
-            if saver.due(rig.steps) and self._may_save():
-                began = clock()
-                self._session.checkpoints.trusted = self.tuner.trusted
-                live.doing = "saving"
-                self._session.save(state)
-                live.doing = "training"
-                self.tuner.paused(clock() - began)
-            if self._was_put_back():
-                return ""
+            if self._stepped(window) and (ended := self._between_steps(stop)) is not None:
+                return ended
+        return self._after_last_step(stop)
+
+    def _stepped(self, window: Window) -> bool:
+        """Make the update of a window; False where it comes again, under another plan or from a checkpoint."""
+        self._rescue.begins(window)
+        try:
+            self._step(window)
+        except Exception as error:
+            self._answered(error, window)
+            return False
+        self._rescue.ended()
+        self._step = self._rig.advance
+        self.tuner.stepped(window.updates)
+        if self._rescue.larger:
+            self._use_more_memory()
+        if self.tuner.done and not self._told:
+            self._tell_of_tuning()
+        if (good := self.tuner.drifted()) is not None:
+            self._go_back(good)
+            return False
+        return True
+
+    def _between_steps(self, stop: StopRequest) -> str | None:
+        """Do what is due after a step; why the training ends here, or None where it goes on."""
+        # A record is finished only now, with the next step under way: the device has no pause between epochs.
+        for what_is_due in (self._finish_record, self._look, self._show, self._evaluate):
+            what_is_due()
+            if self._is_elsewhere:
+                return PUT_BACK
+        ended = self._early_end() or self._stopped_by(stop) or self._out_of_time()
+        if ended is not None:
+            return ended
+        self._save()
+        return PUT_BACK if self._is_elsewhere else None
+
+    def _after_last_step(self, stop: StopRequest) -> str:
+        """Evaluate the trained model, if the last step has not been; why the training ended."""
+        state = self._state
         self._finish_record()
         self._check_weights()
-        if self._was_put_back():
-            return ""
+        if self._is_elsewhere:
+            return PUT_BACK
         if self._dead and (early := self._early_end()) is not None:
             return early
         if stop.signal is not None:
             return "on a signal"
-        if not state.history or state.history[-1]["step"] != rig.steps:
+        if not state.history or state.history[-1]["step"] != self._rig.steps:
             self._record(evaluates=self._has_time_to_evaluate())
             self._finish_record()
-        return "after all epochs" if job.epochs is not None else "after all steps"
+        return "after all epochs" if self._job.epochs is not None else "after all steps"
 
-    def _was_put_back(self) -> bool:
-        return self._is_elsewhere
+    def _look(self) -> None:
+        """Count the step; every few seconds look at pace and loss, and answer numbers that are not finite."""
+        self.live.stepped()
+        now = time.perf_counter()
+        if now >= self._look_at_s:
+            self.live.look()
+            if (too_slow := self._ends.look()) is not None:
+                self._voice.say(f"time   {too_slow}")
+            self._look_at_s = time.perf_counter() + LOOK_S
+            if self.live.losses.is_lost:
+                self._check_weights()
+        if row := self.numbers.skipped_in_a_row():
+            self._answer_skips(row)
+
+    def _show(self) -> None:
+        """Show the progress, where that is due."""
+        if time.perf_counter() < self._show_at_s:
+            return
+        rig, saver = self._rig, self._session.saver
+        if not saver.busy:
+            saver.finish()  # tells of a checkpoint that could not be written
+        loss = rig.totals.mean()  # waits for the device, so that the rates below are true
+        reading = self._pace.read(step=rig.steps, samples=rig.samples, epoch=rig.place.epoch, loss=loss)
+        self._voice.console.show(reading.step, reading.total_steps, partial(status, reading))
+        self._show_at_s = time.perf_counter() + self._voice.console.every_s
+
+    def _evaluate(self) -> None:
+        """Begin the record of this step, where one is due and time allows."""
+        if self._is_record_due() and self._ends.leaves_time_to_evaluate() and self._has_time_to_evaluate():
+            self._record()
+
+    def _stopped_by(self, stop: StopRequest) -> str | None:
+        """Why a signal ends the training here; None without one. The figures of this step are noted."""
+        if stop.signal is None:
+            return None
+        self._finish_record()
+        return "on a signal"
+
+    def _save(self) -> None:
+        """Make a checkpoint, where one is due and the training stands where it is worth making."""
+        if not self._session.saver.due(self._rig.steps) or not self._may_save():
+            return
+        began = time.perf_counter()
+        self._session.checkpoints.trusted = self.tuner.trusted
+        self.live.doing = "saving"
+        self._session.save(self._state)
+        self.live.doing = "training"
+        self.tuner.paused(time.perf_counter() - began)
 
     def _deadline_of(self, task: Task) -> Deadline | None:
         """Keeps the training within its time, where that is limited."""
@@ -395,14 +426,6 @@ class _Loop:
     def _step_from_checkpoint(self, window: Window) -> Tensor:
         with unfit_checkpoint(str(self._state.from_checkpoint)):
             return self._rig.advance(window)
-
-    def _show(self) -> None:
-        rig, saver = self._rig, self._session.saver
-        if not saver.busy:
-            saver.finish()  # tells of a checkpoint that could not be written
-        loss = rig.totals.mean()  # waits for the device, so that the rates below are true
-        reading = self._pace.read(step=rig.steps, samples=rig.samples, epoch=rig.place.epoch, loss=loss)
-        self._voice.console.show(reading.step, reading.total_steps, partial(status, reading))
 
     def _is_record_due(self) -> bool:
         every = self._job.eval_every
