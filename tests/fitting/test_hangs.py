@@ -13,14 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 from plain import parameters_of
-from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+from worker_training import BATCH, EPOCHS, HARMFUL, SAMPLES, Numbers, trained
 
-import hotlap
 from hotlap.engine.rig import Rig
-
-SAMPLES, BATCH, EPOCHS, STUCK = 48, 8, 3, 20
 
 
 @pytest.fixture(autouse=True)
@@ -31,43 +28,6 @@ def _hangs_are_seen_soon(monkeypatch, tmp_path):
     monkeypatch.setattr("hotlap.fitting.training.SIGNAL_S", 0.1)
     # How long torch's loader waits before it looks whether workers are alive.
     monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.2,))
-
-
-class Numbers(Dataset):
-    """Calls `hang` before it returns sample 20."""
-
-    def __init__(self, hang=lambda is_worker: None):
-        self.hang, self.parent = hang, os.getpid()
-
-    def __len__(self):
-        return SAMPLES
-
-    def __getitem__(self, index):
-        if index == STUCK:
-            self.hang(os.getpid() != self.parent)
-        return torch.full((3,), float(index)), index % 2
-
-
-def trained(dataset, *, workers=0, seen=None, in_loss=lambda: None, **changes):
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2).double()
-
-    def loss(model, batch):
-        in_loss()
-        if seen is not None:
-            seen.append(sorted(int(value) for value in batch[0][:, 0]))
-        return nn.functional.cross_entropy(model(batch[0].double()), batch[1])
-
-    job = hotlap.Job(
-        model=model,
-        data=DataLoader(dataset, batch_size=BATCH, shuffle=True, num_workers=workers),
-        loss=loss,
-        optimizer=lambda weights: torch.optim.SGD(weights, lr=1e-3),
-        epochs=EPOCHS,
-        device="cpu",
-        **changes,
-    )
-    return hotlap.fit(job, plan="off", progress=False)
 
 
 def once(hang):
@@ -177,7 +137,7 @@ def test_a_dataset_that_hangs_in_this_process_is_reported_with_its_sample_and_go
     assert Counter(itertools.chain(*seen)) == dict.fromkeys(range(SAMPLES), EPOCHS)
     assert kinds(run) == ["hang"]
     wanted = (
-        f"the training waits for a batch from the dataset, in this process (sample {STUCK} of Numbers), "
+        f"the training waits for a batch from the dataset, in this process (sample {HARMFUL} of Numbers), "
         "which waits for a lock or another thread"
     )
     assert wanted in faults(run)[0].why

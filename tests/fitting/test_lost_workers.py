@@ -8,49 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from plain import parameters_of
-from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
+from worker_training import BATCH, Numbers, trained
 
 import hotlap
 from hotlap.fitting.lost_workers import LostWorkers, deaths_raised_by_the_feed, is_lost
-
-SAMPLES, BATCH, EPOCHS = 48, 8, 3
-
-
-class Numbers(Dataset):
-    """Counts its samples in files, and calls `deadly` in worker processes."""
-
-    def __init__(self, folder, deadly=lambda index: None):
-        self.folder, self.deadly, self.parent = folder, deadly, os.getpid()
-
-    def __len__(self):
-        return SAMPLES
-
-    def __getitem__(self, index):
-        if os.getpid() != self.parent:
-            self.deadly(index)
-        return torch.full((3,), float(index)), index % 2
-
-
-def trained(dataset, *, workers=2, seen=None, **changes):
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2).double()
-
-    def loss(model, batch):
-        if seen is not None:
-            seen.append(sorted(int(value) for value in batch[0][:, 0]))
-        return nn.functional.cross_entropy(model(batch[0].double()), batch[1])
-
-    job = hotlap.Job(
-        model=model,
-        data=DataLoader(dataset, batch_size=BATCH, shuffle=True, num_workers=workers),
-        loss=loss,
-        optimizer=lambda weights: torch.optim.SGD(weights, lr=1e-3),
-        epochs=EPOCHS,
-        device="cpu",
-        **changes,
-    )
-    return hotlap.fit(job, plan="off", progress=False)
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +26,7 @@ def _no_signal_is_waited_for(monkeypatch):
 def undisturbed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     seen = []
-    return trained(Numbers(tmp_path), seen=seen), seen
+    return trained(Numbers(), workers=2, seen=seen), seen
 
 
 def faults(run):
@@ -74,23 +36,23 @@ def faults(run):
 def once(file):
     """Kill the worker that fetches sample 20, the first time."""
 
-    def deadly(index):
-        if index == 20 and not file.exists():
+    def deadly(is_worker):
+        if is_worker and not file.exists():
             file.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
     return deadly
 
 
-def always(index):
-    if index == 20:
+def always(is_worker):
+    if is_worker:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_worker_that_is_killed_is_started_again_and_no_sample_is_lost(tmp_path, undisturbed):
     expected, all_seen = undisturbed
     seen = []
-    run = trained(Numbers(tmp_path, once(tmp_path / "killed")), seen=seen)
+    run = trained(Numbers(once(tmp_path / "killed")), workers=2, seen=seen)
     assert (tmp_path / "killed").exists()
     assert torch.equal(parameters_of(run.model), parameters_of(expected.model))
     assert seen == all_seen
@@ -102,7 +64,7 @@ def test_a_worker_that_is_killed_is_started_again_and_no_sample_is_lost(tmp_path
 def test_workers_that_die_again_become_fewer_and_then_none(tmp_path, undisturbed):
     expected, all_seen = undisturbed
     seen = []
-    run = trained(Numbers(tmp_path, always), workers=2, seen=seen)
+    run = trained(Numbers(always), workers=2, seen=seen)
     assert torch.equal(parameters_of(run.model), parameters_of(expected.model))
     assert seen == all_seen
     told = [why.partition("; ")[2].partition(" from")[0] for why in faults(run)]
@@ -118,11 +80,11 @@ def test_a_death_while_a_batch_is_handed_over_is_told_in_words():
 
 def test_an_evaluation_whose_workers_die_is_made_again(tmp_path, undisturbed):
     def valid(deadly):
-        return DataLoader(Numbers(tmp_path, deadly), batch_size=BATCH, num_workers=2)
+        return DataLoader(Numbers(deadly), batch_size=BATCH, num_workers=2)
 
     scores = [
-        [record["valid_loss"] for record in trained(Numbers(tmp_path), valid=valid(deadly)).history]
-        for deadly in (lambda index: None, once(tmp_path / "killed"))
+        [record["valid_loss"] for record in trained(Numbers(), workers=2, valid=valid(deadly)).history]
+        for deadly in (lambda is_worker: None, once(tmp_path / "killed"))
     ]
     assert scores[0] == scores[1]
 
@@ -138,7 +100,7 @@ def test_an_error_of_the_dataset_names_the_sample(tmp_path, monkeypatch):
 
     for workers in (0, 2):
         with pytest.raises(ValueError, match="not a picture") as raised:
-            trained(Broken(tmp_path), workers=workers)
+            trained(Broken(), workers=workers)
         notes = [str(raised.value), *getattr(raised.value, "__notes__", [])]
         assert any("while fetching sample 33 of Broken" in note for note in notes)
 
@@ -146,13 +108,13 @@ def test_an_error_of_the_dataset_names_the_sample(tmp_path, monkeypatch):
 def test_no_shared_memory_is_told_with_its_cure_and_takes_fewer_workers_at_once(tmp_path, undisturbed):
     class Short(Numbers):
         def __getitem__(self, index):
-            if os.getpid() != self.parent and not (self.folder / "short").exists():
-                (self.folder / "short").touch()
+            if os.getpid() != self.parent and not (tmp_path / "short").exists():
+                (tmp_path / "short").touch()
                 raise RuntimeError("unable to write to file </torch_1_2>: No space left on device (28)")
             return super().__getitem__(index)
 
     expected, _ = undisturbed
-    run = trained(Short(tmp_path))
+    run = trained(Short(), workers=2)
     assert torch.equal(parameters_of(run.model), parameters_of(expected.model))
     (why,) = faults(run)
     assert "1 worker from step" in why  # 0, or 1 where the other worker came first
@@ -165,7 +127,7 @@ def test_other_errors_are_none_of_workers():
 
 
 def test_torch_raises_no_death_in_the_middle_of_a_step(tmp_path):
-    loader = DataLoader(Numbers(tmp_path, always), batch_size=4, num_workers=1, prefetch_factor=12)
+    loader = DataLoader(Numbers(always), batch_size=4, num_workers=1, prefetch_factor=12)
     before = signal.getsignal(signal.SIGCHLD)
     with deaths_raised_by_the_feed():
         batches = iter(loader)

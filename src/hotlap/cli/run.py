@@ -72,27 +72,24 @@ def run(
         raise typer.Exit
     if not script:
         _refuse(f"name a script to run: {USAGE}")
-    named = {
-        "--compare": compare,
-        f"--plan {plan}": plan not in (None, "off"),
-        "--out": out is not None,
-        "--tune-seconds": tune_seconds is not None,
-        "--without": bool(without),
-        "--report": report,
-        "--json": as_json,
-    }
-    others = ", ".join(word for word, given in named.items() if given)
-    if (off or plan == "off") and others:
-        _refuse(f"{'--off' if off else '--plan off'} leaves the script alone; drop {others}")
+    if off or plan == "off":
+        others = {
+            "--compare": compare,
+            f"--plan {plan}": plan not in (None, "off"),
+            "--out": out is not None,
+            "--tune-seconds": tune_seconds is not None,
+            "--without": bool(without),
+            "--report": report,
+            "--json": as_json,
+        }
+        if any(others.values()):
+            given = ", ".join(word for word, is_given in others.items() if is_given)
+            _refuse(f"{'--off' if off else '--plan off'} leaves the script alone; drop {given}")
     if compare and report:
         _refuse("--compare makes several runs; drop --report, and use `hotlap report RUN` afterwards")
     if compare and as_json:
         _refuse("--compare prints no JSON; drop --json")
-    unknown = [name for name in without if name not in TRICKS]
-    if unknown:
-        close = did_you_mean(unknown[0], TRICKS)
-        meant = close if "did you mean" in close else "; `hotlap run --without '?'` lists all names"
-        _refuse(f"--without {unknown[0]}: unknown name{meant}")
+    _check_names(without)
     target = running.Target(args=script[1:], **{"module" if module else "path": script[0]})
     seed = _seed()
     wanted = "off" if off else plan or os.environ.get("HOTLAP_PLAN") or "auto"
@@ -112,13 +109,10 @@ def run(
         words = [str(word) for pair in options.items() if pair[1] is not None for word in pair]
         words += [word for name in without for word in ("--without", name)]
         raise ToRun(partial(run_both, target, words, seed=seed or 0, out=out, rounds=rounds))
-    # The script may change the working directory before the folder is made.
-    out = out.absolute() if out else None
-    plan = wanted if wanted != "auto" else None
     watched = _Watched(
         name=target.name,
-        plan=plan,
-        out=out,
+        plan=wanted if wanted != "auto" else None,
+        out=out.absolute() if out else None,  # the script may change the working directory before the folder is made
         tune_s=tune_seconds,
         without=tuple(without),
         as_json=as_json,
@@ -152,6 +146,15 @@ def _list_tricks() -> None:
     """Print the name of each trick, and what it does."""
     longest = max(map(len, TRICKS))
     show(*(f"{name:<{longest}}  {words}" for name, words in TRICKS.items()))
+
+
+def _check_names(without: list[str]) -> None:
+    """Refuse a name that is neither a move's nor a trick's."""
+    unknown = next((name for name in without if name not in TRICKS), None)
+    if unknown is not None:
+        close = did_you_mean(unknown, TRICKS)
+        meant = close if "did you mean" in close else "; `hotlap run --without '?'` lists all names"
+        _refuse(f"--without {unknown}: unknown name{meant}")
 
 
 def _check(plan: str, out: Path | None) -> None:

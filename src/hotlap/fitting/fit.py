@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -155,9 +156,8 @@ def fit(
     task: Task | None = None
     session: RunSession | None = None
     try:
-        task = set_up(
-            job, dataset, chosen, device, console, save_every, tune_s, on_evaluation, limit, repeats, without, logs
-        )
+        task = set_up(job, dataset, chosen, device, console, save_every, without)
+        task = replace(task, tune_s=tune_s, on_evaluation=on_evaluation, limit=limit, repeats=repeats, logs=logs)
         kept = CachedModel(task.identity, job, task.rig, how=task.how) if reuse else None
         if resume is not None:
             session = RunSession(RunFolder.open(resume), task)

@@ -196,12 +196,7 @@ def set_up(
     device: torch.device,
     console: Console,
     save_every: int | None,
-    tune_s: float | None = None,
-    on_evaluation: Callable[[dict[str, Any]], object] | None = None,
-    limit: TimeLimit | None = None,
-    repeats: int = 1,
     without: Sequence[str] = (),
-    logs: Sequence[str] = (),
 ) -> Task:
     """Make the rig and put it under the plan; raises HotlapError where the job or the plan will not do."""
     start_s = time.perf_counter()
@@ -249,15 +244,10 @@ def set_up(
         modes=modes,
         start_s=start_s,
         memory=TaskMemory(rig, job),
-        tune_s=tune_s,
         own_plan=own_plan,
-        on_evaluation=on_evaluation,
-        limit=limit,
-        repeats=repeats,
         tuned=plan == TUNED or isinstance(plan, Found),
         found=plan.plan if isinstance(plan, Found) else None,
         replayed=plan if isinstance(plan, Ledger) else None,
-        logs=logs,
         session_end=end,
     )
 

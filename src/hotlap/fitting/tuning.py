@@ -72,9 +72,7 @@ def tune(job: Job, *, most_s: float = MOST_S, progress: bool = True) -> Found:
     randomness, modes = Randomness(device), Modes([job.model])
     try:
         # A schedule made for the job's own updates may refuse to go on beyond them, and takes no time to speak of.
-        task = set_up(
-            dataclasses.replace(job, schedule=None), dataset, TUNED, device, console, save_every=0, tune_s=most_s
-        )
+        task = set_up(dataclasses.replace(job, schedule=None), dataset, TUNED, device, console, save_every=0)
         rig, before = task.rig, task.rig.snapshot()
         # For ever, as far as what pays is concerned: it is for runs to come.
         tuner = Tuner(rig, updates=max(task.total, FOREVER), most_s=most_s)

@@ -34,13 +34,15 @@ class TimePlan:
             self._after_s = FILES_S + MARGIN * limit.all_s + min(LEAVING * start_s, MOST_LEAVING * limit.all_s)
         self._test_share, self._answers_s = 0.0, 0.0
 
-    def expect_test(self, read: Callable[[], T], *, held: int, rows: Callable[[T], int]) -> T:
-        """Read the table to predict, and plan for reading and answering it at the end; `held` rows are held out."""
+    def expect_test(self, read: Callable[[], int], *, held: int) -> None:
+        """Plan for reading and answering the table to predict at the end: `read` reads it and gives its rows.
+
+        `held` rows are held out.
+        """
         before_s = self._left_s
-        table = read()
+        rows = read()
         self._after_s += 1.5 * (before_s - self._left_s) if self.limit is not None else 0.0
-        self._test_share = rows(table) / max(1, held)
-        return table
+        self._test_share = rows / max(1, held)
 
     def expect_onnx(self) -> None:
         """Plan for an ONNX file, unless that would take most of the time."""

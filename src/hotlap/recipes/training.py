@@ -32,7 +32,7 @@ from hotlap.recipes.answers import FORMAT, MODEL, STATE, answer, answers_of, com
 from hotlap.recipes.options import OPTIONS, Options, as_file, exists, is_file, options_of, recipe_in
 from hotlap.recipes.phases import Phases
 from hotlap.recipes.profiles import Known, expected_line
-from hotlap.recipes.recipe import Candidate, Fold, Numbers, OwnCandidate, Prepared, Say, Trained, Trainer
+from hotlap.recipes.recipe import Candidate, Fold, Numbers, OwnCandidate, Prepared, Reader, Say, Trained, Trainer
 from hotlap.recipes.scores import Judge, Report, Threshold, check_installed, judge_for, report_lines
 from hotlap.recipes.tabular import TabularRecipe
 from hotlap.recipes.time_plan import TimePlan
@@ -114,15 +114,7 @@ def train(
         raise UsageError(f"trials={options.trials}: {recipe.name} has no values to try; leave it out")
     if options.test:
         # A mistake in it must show now, not after the training.
-        reader = prepared.reader
-
-        def read() -> int:
-            table = reader.table(Path(options.test))
-            say(f"test      {options.test}: {len(table):,} rows")
-            reader.asked(table, say)
-            return len(table)
-
-        plan.expect_test(read, held=len(prepared.target), rows=int)
+        plan.expect_test(partial(_read_test, options.test, prepared.reader, say), held=len(prepared.target))
     known = Known(recipe=recipe.name, target=prepared.target_name, truth=prepared.target)
     if options.profile:
         for line in known.lines():
@@ -148,6 +140,14 @@ def train(
         say(f"stopped   go on with: {shlex.join(command_of(folder))}")
         raise
     return folder
+
+
+def _read_test(path: str, reader: Reader, say: Say) -> int:
+    """Read the table to predict as its answers will; its rows."""
+    table = reader.table(Path(path))
+    say(f"test      {path}: {len(table):,} rows")
+    reader.asked(table, say)
+    return len(table)
 
 
 def resume(folder: Path, given: Mapping[str, Any], *, retrain: bool = False, say: Say, progress: bool) -> Path:
