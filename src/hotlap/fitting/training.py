@@ -114,7 +114,7 @@ class _Loop:
         """Make all steps that are left; why it ended."""
         while True:
             ended = self._steps_from_here(stop)
-            if ended != PUT_BACK:
+            if not self._is_elsewhere:
                 return ended
             self._is_elsewhere = False
 
