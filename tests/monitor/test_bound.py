@@ -44,6 +44,9 @@ def on_gpu(**figures):
         ("synchronising", on_gpu(step_s=2 * MS, waits=1)),
         # The host waits in the copy: for the copy itself, for the device, or not much beside its launches.
         ("pageable copies", on_gpu(step_s=10 * MS, issue_s=9.9 * MS, pageable_bytes=7.7e7)),
+        # The device was measured to compute for less than the host waits: the copy is slower than the timed one.
+        ("pageable copies", on_gpu(step_s=13 * MS, issue_s=12.9 * MS, pageable_bytes=5e7, busy_s=0.5 * MS)),
+        ("memory traffic", on_gpu(step_s=13 * MS, issue_s=12.9 * MS, pageable_bytes=5e7, busy_s=8 * MS)),
         (
             "arithmetic",
             on_gpu(

@@ -20,6 +20,8 @@ HOST_BUSY = 0.8
 """If the host works for a smaller share of a step and never waits, the device is the bottleneck."""
 ISSUING = 2.5
 """How many times `Calibration.launch_s` an operation of a model takes the host at most, with Python and autograd."""
+UNCACHED = 4.0
+"""How many times as long as the timed copy one from memory that no cache holds may take."""
 SLACK = 1.25
 """How much faster than its floor a step may be, since its products may suit the device better than the timed one.
 Beyond it, the machine was busy during calibration, or the step runs in another precision than assumed."""
@@ -75,14 +77,16 @@ def diagnose(
     precision: str = "fp32",
     least_bytes: float = 0,
     pageable_bytes: float = 0,
+    busy_s: float | None = None,
 ) -> Diagnosis:
     """Find what bounds a run, from measured seconds per step and from what a step asks of the device.
 
     `feed_s`: seconds that the host waited for the next batch. `issue_s`: seconds to issue a step to an idle device,
     without waiting for it. `waits`: how often a step waits for the device. `least_bytes`: traffic that no cache or
     fusion avoids, as `least_traffic` counts it. `pageable_bytes`: what a step copies to the device from memory that is
-    not pinned. Such a copy waits until the device has come to it, so `issue_s` then holds more than issuing. Raises
-    ValueError if a figure is not a valid time or count.
+    not pinned. Such a copy waits until the device has come to it, so `issue_s` then holds more than issuing. `busy_s`:
+    seconds that the device computes for a step, where that was measured. Raises ValueError if a figure is not a valid
+    time or count.
 
     The floors use the rate of a large product. They assume that every product is in that precision, and that the
     device's cache saves all traffic that it can hold, read and written. They ignore kernels that need less arithmetic
@@ -104,8 +108,11 @@ def diagnose(
     launches_s = census.operations * calibration.launch_s
     feeding = min(1.0, feed_s / step_s)
     if calibration.queued and pageable_bytes and calibration.pageable_bytes:
-        copy_s = min(issue_s, pageable_bytes / calibration.pageable_bytes)
-        shares, bound = _with_copies(feeding, copy_s / step_s, issue_s / step_s, ISSUING * launches_s / step_s, device)
+        copy_s = pageable_bytes / calibration.pageable_bytes
+        if busy_s is not None:  # memory that no cache holds copies slower than the memory that was timed
+            copy_s = max(copy_s, min(UNCACHED * copy_s, issue_s - ISSUING * launches_s - busy_s))
+        copying = min(issue_s, copy_s) / step_s
+        shares, bound = _with_copies(feeding, copying, issue_s / step_s, ISSUING * launches_s / step_s, device)
     elif calibration.queued:
         issuing = min(1.0, issue_s / step_s)
         shares, bound = _beside_a_queue(feeding, issuing, device, waits, waits * calibration.sync_s / step_s)

@@ -198,6 +198,7 @@ class CountingProbe(Probe):
             precision=rig.plan.numerics.precision,
             least_bytes=least_bytes,
             pageable_bytes=pageable,
+            busy_s=self.busy_s,
         )
 
     def _busy_s(self, step_s: float) -> float | None:
