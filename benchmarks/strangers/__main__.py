@@ -77,7 +77,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if options.json is not None:
                 options.json.write_text(json.dumps(facts, indent=1, ensure_ascii=False))
     for plan in options.plan:
-        ratios = {name: found["plans"][plan]["ratio"] for name, found in facts["scripts"].items() if found["plans"]}
+        ratios = {
+            name: found["plans"][plan]["ratio"]
+            for name, found in facts["scripts"].items()
+            if found["plans"] and found["plans"][plan]["exit"]["same"]
+        }
         if not ratios:
             continue
         whole = math.exp(statistics.fmean(math.log(ratio) for ratio in ratios.values()))
