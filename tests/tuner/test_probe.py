@@ -9,7 +9,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hotlap import Rig
 from hotlap.core.plan import Feed, Plan
+from hotlap.machine.prediction import work_in
 from hotlap.monitor.bound import BOUNDS, Diagnosis
+from hotlap.monitor.calibration import Calibration
 from hotlap.tuner.budget import HOPEFUL_SHARE, SHARE, Budget, Length, allowed
 from hotlap.tuner.laps import Lap
 from hotlap.tuner.probe import BOUND_TO_PAY, COMPILED, REPLAY_S, CountingProbe, Probe
@@ -175,6 +177,24 @@ def test_a_glance_leaves_no_trace_wherever_the_epoch_stands(begun, glances_here)
         return made, rig.model.calls
 
     assert losses(glances=True) == losses(glances=False)
+
+
+def test_a_look_counts_what_an_update_asks_of_any_gpu_and_leaves_no_trace(monkeypatch):
+    rates = Calibration(
+        matmul_flops={"fp32": 1e12}, copy_bytes=1e11, cache_bytes=1e6, pinned_bytes=None, pageable_bytes=None,
+        launch_s=1e-6, sync_s=0.0,
+    )  # fmt: skip
+    monkeypatch.setattr("hotlap.tuner.probe.calibration", lambda device, known_only: rates)
+    rig, windows = rig_for()
+    rig.advance(next(windows))
+    before, weights = (rig.place, rig.steps), [weight.clone() for weight in rig.model.parameters()]
+    probe = CountingProbe(rig)
+    probe.look(Lap(step_s=1.0, updates=5, wall_s=5.0), may_s=0.0)
+    assert (rig.place, rig.steps) == before
+    assert all(map(torch.equal, weights, rig.model.parameters()))
+    assert probe.work is not None
+    assert probe.work.total_flops > 0
+    assert work_in({"step_s": 1.0, **probe.work.figures}) == probe.work
 
 
 def test_there_is_none_where_an_epoch_has_too_few_updates(glances_here):

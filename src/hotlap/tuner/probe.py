@@ -17,9 +17,11 @@ from hotlap.core.units import show_seconds
 from hotlap.data.batches import map_tensors
 from hotlap.engine.rig import Rig
 from hotlap.engine.step import Window
+from hotlap.machine.prediction import Work
 from hotlap.monitor.bound import Diagnosis, diagnose, least_traffic
 from hotlap.monitor.calibration import calibration
 from hotlap.monitor.census import census
+from hotlap.monitor.work import count_work
 from hotlap.tuner.budget import SpentError, allowed, check_allowed, checked_between_modules
 from hotlap.tuner.laps import Lap
 from hotlap.tuner.stats import LEAST_GAIN
@@ -67,6 +69,8 @@ class Probe:
         self._step_s = 0.0
         self.busy_s: float | None = None
         """Seconds that the device computes for an update, where that was measured."""
+        self.work: Work | None = None
+        """What an update asks of any GPU, where that was counted."""
 
     def look(self, lap: Lap, *, may_s: float) -> None:
         """Find out what bounds it, within about so many seconds."""
@@ -187,6 +191,7 @@ class CountingProbe(Probe):
             pageable = _pageable_bytes(window) if rig.device.type == "cuda" else 0
             counted = census(lambda: rig.advance(window))
             least_bytes = least_traffic(rig.optimizer)
+            self.work = count_work(lambda: rig.advance(window))
         self._diagnosed = rig.plan
         self._diagnosis = diagnose(
             step_s=lap.step_s,

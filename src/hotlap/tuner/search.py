@@ -130,7 +130,8 @@ class Search:
             return
         self._looked, lap = True, self._now.lap
         self._look(lap)
-        trials.write("baseline", "chosen", kind="baseline", why=self.probe.line, figures={"step_s": lap.step_s})
+        work = {} if self.probe.work is None else self.probe.work.figures
+        trials.write("baseline", "chosen", kind="baseline", why=self.probe.line, figures={"step_s": lap.step_s, **work})
         self._rig.keep_plans()
         try:
             yield from self._as_found_before()
