@@ -43,8 +43,8 @@ RUN_TRICKS: Final[Mapping[str, str]] = MappingProxyType(
         EVALUATION_FEED: "Loaders beside the training loop, such as those of evaluations, get the feed of the loop.",
         DECODED_ONCE: "Pictures that PIL decodes, converts and resizes, or OpenCV reads, are remembered, and come from "
         "memory in later epochs.",
-        FORWARD_PIECES: "A forward pass that runs out of memory runs again in pieces, which are computed again in the "
-        "backward pass.",
+        FORWARD_PIECES: "A forward pass that runs out of memory, or whose backward pass would, runs again in pieces, "
+        "which are computed again in the backward pass.",
     }
 )
 """What `hotlap run` does with a script. All but the last three work under a captured plan alone."""
