@@ -111,7 +111,12 @@ def run(tmp_path):
 
     def run(body, *words, wide=False, steep=False, capped=""):
         (tmp_path / "train.py").write_text(f"wide, steep = {wide}, {steep}\n{COMMON}\n{body}")
-        environment = {**os.environ, "FOLDER": str(tmp_path / f"run-{capped[:2]}"), "CAPPED": capped}
+        environment = {
+            **os.environ,
+            "FOLDER": str(tmp_path / f"run-{capped[:2]}"),
+            "CAPPED": capped,
+            "HOTLAP_PLAN": "auto",
+        }
         command = [sys.executable, *words, "train.py"]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr
