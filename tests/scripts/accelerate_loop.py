@@ -31,8 +31,8 @@ def training_function(args):
     accelerator = Accelerator()
     set_seed(args.seed)
 
-    train_dataloader = DataLoader(SineDataset(16000, 1), shuffle=True, batch_size=args.batch_size)
-    eval_dataloader = DataLoader(SineDataset(2000, 2), shuffle=False, batch_size=256)
+    train_dataloader = DataLoader(SineDataset(6000, 1), shuffle=True, batch_size=args.batch_size)
+    eval_dataloader = DataLoader(SineDataset(800, 2), shuffle=False, batch_size=256)
 
     model = nn.Sequential(nn.Linear(10, 64), nn.Tanh(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 1))
     optimizer = torch.optim.AdamW(params=model.parameters(), lr=args.lr)
@@ -76,7 +76,7 @@ def training_function(args):
 def main():
     parser = argparse.ArgumentParser(description="Simple example of training script.")
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=128)
+    parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=42)
     args = parser.parse_args()

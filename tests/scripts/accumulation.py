@@ -27,9 +27,9 @@ def make_moons_nd(n, dim=12):
     return pts @ proj + 0.05 * torch.randn(n, dim), label.float()
 
 
-x, y = make_moons_nd(20000)
-train_set = TensorDataset(x[:18010], y[:18010])
-val_set = TensorDataset(x[18010:], y[18010:])
+x, y = make_moons_nd(8000)
+train_set = TensorDataset(x[:7210], y[:7210])
+val_set = TensorDataset(x[7210:], y[7210:])
 train_loader = DataLoader(train_set, batch_size=BATCH_SIZE, shuffle=True, num_workers=0)
 val_loader = DataLoader(val_set, batch_size=256, shuffle=False)
 

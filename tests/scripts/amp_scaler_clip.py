@@ -17,7 +17,7 @@ class CFG:
     max_lr = 4e-3
     weight_decay = 1e-2
     max_grad_norm = 1.0
-    train_bs = 128
+    train_bs = 64
     valid_bs = 256
     print_freq = 50
 
@@ -141,10 +141,10 @@ if __name__ == '__main__':
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
     use_amp = device == 'cuda'
 
-    x, y = make_data(17000)
-    train_loader = DataLoader(TrainDataset(x[:15000], y[:15000]), batch_size=CFG.train_bs, shuffle=True,
+    x, y = make_data(7000)
+    train_loader = DataLoader(TrainDataset(x[:6000], y[:6000]), batch_size=CFG.train_bs, shuffle=True,
                               pin_memory=use_amp, drop_last=True)
-    valid_loader = DataLoader(TrainDataset(x[15000:], y[15000:]), batch_size=CFG.valid_bs, shuffle=False)
+    valid_loader = DataLoader(TrainDataset(x[6000:], y[6000:]), batch_size=CFG.valid_bs, shuffle=False)
 
     model = TabularModel(CFG).to(device)
     criterion = nn.CrossEntropyLoss(label_smoothing=0.05)

@@ -89,8 +89,8 @@ def main():
     torch.manual_seed(args.seed)
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
 
-    imgs, labels = draw_shapes(3200, np.random.default_rng(args.seed))
-    n_train = 2800
+    imgs, labels = draw_shapes(1600, np.random.default_rng(args.seed))
+    n_train = 1400
     train_loader = DataLoader(ShapesDataset(imgs[:n_train], labels[:n_train]), batch_size=args.bs, shuffle=True,
                               num_workers=args.num_workers, persistent_workers=args.num_workers > 0)
     val_loader = DataLoader(ShapesDataset(imgs[n_train:], labels[n_train:], train=False), batch_size=args.bs,

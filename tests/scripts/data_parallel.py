@@ -9,7 +9,7 @@ torch.manual_seed(0)
 np.random.seed(0)
 
 EPOCHS = 3
-batch_size = 128
+batch_size = 64
 input_size = 24
 output_size = 5
 
@@ -46,8 +46,8 @@ class Model(nn.Module):
 
 
 w = np.random.randn(input_size, output_size)
-train_loader = DataLoader(dataset=RandomDataset(input_size, 18000, w), batch_size=batch_size, shuffle=True, drop_last=True)
-val_loader = DataLoader(dataset=RandomDataset(input_size, 2000, w), batch_size=batch_size, shuffle=False)
+train_loader = DataLoader(dataset=RandomDataset(input_size, 7000, w), batch_size=batch_size, shuffle=True, drop_last=True)
+val_loader = DataLoader(dataset=RandomDataset(input_size, 800, w), batch_size=batch_size, shuffle=False)
 
 model = Model(input_size, output_size)
 if torch.cuda.device_count() > 1:

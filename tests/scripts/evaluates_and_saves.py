@@ -32,13 +32,13 @@ class SensorDataset(Dataset):
         }
 
 
-X = np.random.randn(15000, 16)
+X = np.random.randn(6000, 16)
 W1, W2 = np.random.randn(16, 12), np.random.randn(12, 4)
-Y = (np.maximum(X @ W1, 0) @ W2 + np.random.randn(15000, 4)).argmax(1)
-ids = ["row_%05d" % i for i in range(15000)]
+Y = (np.maximum(X @ W1, 0) @ W2 + np.random.randn(6000, 4)).argmax(1)
+ids = ["row_%05d" % i for i in range(6000)]
 
-train_loader = DataLoader(SensorDataset(X[:12000], Y[:12000], ids[:12000]), batch_size=BATCH_SIZE, shuffle=True)
-val_loader = DataLoader(SensorDataset(X[12000:], Y[12000:], ids[12000:]), batch_size=BATCH_SIZE, shuffle=False)
+train_loader = DataLoader(SensorDataset(X[:4800], Y[:4800], ids[:4800]), batch_size=BATCH_SIZE, shuffle=True)
+val_loader = DataLoader(SensorDataset(X[4800:], Y[4800:], ids[4800:]), batch_size=BATCH_SIZE, shuffle=False)
 
 model = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 4))
 model.to(device)

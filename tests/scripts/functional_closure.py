@@ -9,10 +9,10 @@ EPOCHS = 2
 HIDDEN = 24
 
 # y = sin(|x|) style regression problem
-x = torch.rand(8192 + 1024, 6) * 4 - 2
+x = torch.rand(4096 + 1024, 6) * 4 - 2
 y = torch.sin(x.norm(dim=1, keepdim=True) * 1.5) + 0.05 * torch.randn(len(x), 1)
-train_dl = DataLoader(TensorDataset(x[:8192], y[:8192]), batch_size=128, shuffle=True)
-x_val, y_val = x[8192:].to(device), y[8192:].to(device)
+train_dl = DataLoader(TensorDataset(x[:4096], y[:4096]), batch_size=128, shuffle=True)
+x_val, y_val = x[4096:].to(device), y[4096:].to(device)
 
 # no nn.Module here, just tensors
 w1 = (torch.randn(6, HIDDEN, device=device) / 6 ** 0.5).requires_grad_()

@@ -5,7 +5,7 @@ from torch.utils.data import DataLoader, TensorDataset
 torch.manual_seed(999)
 
 # Hyperparameters
-EPOCHS = 3
+EPOCHS = 2
 BATCH_SIZE = 128
 Z_DIM = 8
 DATA_DIM = 16

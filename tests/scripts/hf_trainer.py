@@ -45,7 +45,7 @@ def fake_corpus(n, seed):
     return {"input_ids": ids.tolist(), "attention_mask": mask.tolist()}, labels.tolist()
 
 
-train_dataset = TextDataset(*fake_corpus(1600, seed=1))
+train_dataset = TextDataset(*fake_corpus(960, seed=1))
 eval_dataset = TextDataset(*fake_corpus(400, seed=2))
 
 config = BertConfig(

@@ -61,16 +61,16 @@ class TinyImages(Dataset):
 
 
 class ToyDataModule(L.LightningDataModule):
-    def __init__(self, batch_size=128):
+    def __init__(self, batch_size=64):
         super().__init__()
         self.batch_size = batch_size
 
     def setup(self, stage):
-        latent = torch.randn(14000, 3)
-        x = torch.tanh(latent @ torch.randn(3, 32)) + 0.1 * torch.randn(14000, 32)
+        latent = torch.randn(6000, 3)
+        x = torch.tanh(latent @ torch.randn(3, 32)) + 0.1 * torch.randn(6000, 32)
         images = ((x.clamp(-1, 1) + 1) * 127.5).to(torch.uint8)
         y = (latent[:, 0] > 0).long()
-        self.train_set, self.val_set = random_split(TinyImages(images, y), [13000, 1000])
+        self.train_set, self.val_set = random_split(TinyImages(images, y), [5500, 500])
 
     def train_dataloader(self):
         return DataLoader(self.train_set, batch_size=self.batch_size, shuffle=True)

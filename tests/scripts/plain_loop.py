@@ -5,7 +5,7 @@ from torch.utils.data import DataLoader, Dataset
 
 torch.manual_seed(42)
 
-BATCH_SIZE = 128
+BATCH_SIZE = 64
 EPOCHS = 3
 LR = 1e-3
 
@@ -28,11 +28,11 @@ class MyDataset(Dataset):
 # make some data: 10 noisy blobs
 num_classes = 10
 centers = torch.randn(num_classes, 20)
-y = torch.randint(0, num_classes, (22000,))
-X = centers[y] + 1.3 * torch.randn(22000, 20)
+y = torch.randint(0, num_classes, (8000,))
+X = centers[y] + 1.3 * torch.randn(8000, 20)
 
-train_ds = MyDataset(X[:20000], y[:20000])
-test_ds = MyDataset(X[20000:], y[20000:])
+train_ds = MyDataset(X[:7200], y[:7200])
+test_ds = MyDataset(X[7200:], y[7200:])
 train_loader = DataLoader(train_ds, batch_size=BATCH_SIZE, shuffle=True)
 test_loader = DataLoader(test_ds, batch_size=BATCH_SIZE)
 

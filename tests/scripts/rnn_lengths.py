@@ -66,7 +66,7 @@ def binary_accuracy(preds, y):
     return (rounded == y).float().mean()
 
 
-train_data, valid_data = SequenceDataset(3200), SequenceDataset(640)
+train_data, valid_data = SequenceDataset(1600), SequenceDataset(320)
 train_loader = DataLoader(train_data, batch_size=BATCH_SIZE, shuffle=True, collate_fn=collate_fn)
 valid_loader = DataLoader(valid_data, batch_size=BATCH_SIZE, collate_fn=collate_fn)
 

@@ -131,12 +131,12 @@ def main():
     torch.manual_seed(config.seed)
     rng = np.random.default_rng(config.seed)
 
-    x = rng.gamma(2.0, 2.0, size=(4000, 13))
+    x = rng.gamma(2.0, 2.0, size=(2600, 13))
     w = rng.normal(size=13)
-    y = 0.3 * (x @ w) + np.sqrt(x[:, 0] * x[:, 1]) + 0.5 * rng.normal(size=4000)
+    y = 0.3 * (x @ w) + np.sqrt(x[:, 0] * x[:, 1]) + 0.5 * rng.normal(size=2600)
 
-    train_loader = DataLoader(HousePrices(x[:3000], y[:3000]), batch_size=config.batch_size, shuffle=True)
-    val_loader = DataLoader(HousePrices(x[3000:], y[3000:]), batch_size=config.batch_size)
+    train_loader = DataLoader(HousePrices(x[:2000], y[:2000]), batch_size=config.batch_size, shuffle=True)
+    val_loader = DataLoader(HousePrices(x[2000:], y[2000:]), batch_size=config.batch_size)
 
     model = MLP(13)
     optimizer = torch.optim.Adam(model.parameters(), lr=config.lr)

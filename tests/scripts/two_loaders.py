@@ -53,13 +53,13 @@ def blobs(n, centers):
 
 centers = torch.randn(6, 16) * 0.7
 x_lab, y_lab = blobs(640, centers)
-x_unl, _ = blobs(12000, centers)
-x_test, y_test = blobs(2000, centers)
+x_unl, _ = blobs(6000, centers)
+x_test, y_test = blobs(800, centers)
 x_lab = (x_lab - x_unl.mean(0)) / x_unl.std(0)
 x_test = (x_test - x_unl.mean(0)) / x_unl.std(0)
 
-labelled_loader = DataLoader(Labelled(x_lab, y_lab), batch_size=64, shuffle=True, drop_last=True)
-unlabelled_loader = DataLoader(Unlabelled(x_unl), batch_size=128, shuffle=True, drop_last=True)
+labelled_loader = DataLoader(Labelled(x_lab, y_lab), batch_size=32, shuffle=True, drop_last=True)
+unlabelled_loader = DataLoader(Unlabelled(x_unl), batch_size=64, shuffle=True, drop_last=True)
 test_loader = DataLoader(Labelled(x_test, y_test), batch_size=256)
 
 

@@ -22,7 +22,7 @@ torch.manual_seed(args.seed)
 np.random.seed(args.seed)
 device = "cuda" if torch.cuda.is_available() else "cpu"
 
-N_USERS, N_ITEMS, N_RATINGS = 300, 200, 16000
+N_USERS, N_ITEMS, N_RATINGS = 300, 200, 8000
 
 
 class RatingsDataset(Dataset):
