@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from hotlap.kit import batch, probe, workers
+from hotlap.kit.working_copy import WorkingCopy
 
 
 class Forks:
@@ -47,6 +48,20 @@ def looks_are_forks(forks):
             yield
 
     return inside
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _copies_have_few_links(tmp_path_factory):
+    """A copy has links to all that lies beside each folder above it, and the folder of all tests lies in a full one."""
+    base, link = tmp_path_factory.getbasetemp().resolve(), WorkingCopy._link_siblings
+
+    def link_siblings(copy, above, below):
+        if above.is_relative_to(base):
+            link(copy, above, below)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WorkingCopy, "_link_siblings", link_siblings)
+        yield
 
 
 @pytest.fixture(autouse=True)
