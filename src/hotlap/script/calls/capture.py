@@ -211,9 +211,7 @@ class CapturedCall:
             raise NotRecordedError("calls of the script wait for their backward pass")
         graph = self._recordings.graphs.get((slot, key))
         if graph is None or graph.used != tuple(used):
-            output_use = OutputUse()
-            output_use.used = tuple(used)
-            self._record(slot, key, original, args, kwargs, output_use)
+            self._record(slot, key, original, args, kwargs, used=used, kept=False)
 
     def forget(self) -> None:
         """Drop all recordings."""
@@ -259,7 +257,7 @@ class CapturedCall:
             return None
         self._warmup_steps += 1
         try:
-            return self._record(slot, key, original, args, kwargs, output_use)
+            return self._record(slot, key, original, args, kwargs, used=output_use.used, kept=output_use.kept)
         except NotRecordedError as error:
             self._give_up(f"it cannot be recorded: {error}")
             return None
@@ -300,11 +298,11 @@ class CapturedCall:
         self, graph: CallGraph, slot: int, key: Hashable, original: Original, args: Any, kwargs: Any
     ) -> CallGraph:
         """The graph recorded again together with the script's loss of its output; the same graph if that fails."""
-        output_use, loss_call = OutputUse(), graph.wanted_loss
-        output_use.used, output_use.kept = graph.used, graph.kept
         self._warmup_steps += 1
         try:
-            made = self._record(slot, key, original, args, kwargs, output_use, loss_call)
+            made = self._record(
+                slot, key, original, args, kwargs, used=graph.used, kept=graph.kept, loss_call=graph.wanted_loss
+            )
         except NotRecordedError:
             made = self._recordings.graphs[slot, key] = graph
         if made.loss_call is None:
@@ -318,7 +316,9 @@ class CapturedCall:
         original: Original,
         args: Any,
         kwargs: Any,
-        output_use: OutputUse,
+        *,
+        used: Sequence[int],
+        kept: bool,
         loss_call: LossCall | None = None,
     ) -> CallGraph:
         reason = why_not_captured(self._module, self._device)
@@ -331,8 +331,8 @@ class CapturedCall:
                 self._module,
                 self._device,
                 (args, kwargs),
-                used=output_use.used,
-                kept=output_use.kept,
+                used=used,
+                kept=kept,
                 switches=self._eager.switches,
                 scale=self._eager.scale,
                 recorder=recorder,
