@@ -42,7 +42,6 @@ class TrainingSummary:
 
     @property
     def updates(self) -> int:
-        """All updates."""
         return self.before + self.steps
 
     @property
@@ -167,7 +166,6 @@ class CompileWatch:
             self.has_begun = True
 
     def close(self) -> None:
-        """Restore torch."""
         self._patches.take_out_all()
 
     def _compiles(self) -> None:

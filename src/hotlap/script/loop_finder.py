@@ -52,11 +52,9 @@ class LoopFinder:
 
     @property
     def steps(self) -> int:
-        """Steps of all optimizers so far."""
         return sum(self._before.values()) + sum(self._steps.values())
 
     def batch_given(self, loader: Any) -> None:
-        """A loader gave a batch."""
         self._note(self._loaders, loader)
 
     def module_called(self, module: nn.Module) -> None:
@@ -208,7 +206,6 @@ class _Weight:
         return before is None or before[0]() is not grad or before[1] != grad._version
 
     def forget(self) -> None:
-        """Release its values."""
         self._values = None
 
 

@@ -110,7 +110,6 @@ class Patches:
         return key in self._undo
 
     def hooked(self, key: str, handle: Any) -> None:
-        """Register a hook of torch by its handle."""
         self._undo[key] = handle.remove
 
     def take_out(self, key: str) -> None:
@@ -120,7 +119,6 @@ class Patches:
             undo()
 
     def take_out_all(self) -> None:
-        """Remove all of them."""
         for key in list(self._undo):
             self.take_out(key)
 

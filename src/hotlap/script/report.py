@@ -117,7 +117,6 @@ class Report:
         return folder
 
     def _written(self, training: TrainingSummary, number: int) -> Path:
-        """Write the run folder of a training."""
         folder = self.folder(number)
         folder.write_ledger(training.ledger)
         folder.write_plan(training.plan)

@@ -138,7 +138,6 @@ class Session:
     # --- from the first line to the last -----------------------------------------------------
 
     def start(self) -> None:
-        """Begin to watch."""
         self._home = (os.getpid(), threading.get_ident())
         self._original_iter = DataLoader.__iter__
         self._with_text = without_text([__file__])
@@ -189,7 +188,6 @@ class Session:
         return self._tuning is not None or (self._idle is not None and self._idle.summary is not None)
 
     def so_far(self) -> list[str]:
-        """The state so far, as lines to print."""
         ledger = self._tuning.training.ledger if self._tuning is not None else None
         if self._idle is not None and self._idle.summary is not None:
             ledger = self._idle.summary.ledger

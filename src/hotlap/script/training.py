@@ -75,7 +75,6 @@ class ScriptTraining(TunableTraining):
 
     @property
     def plan(self) -> Plan:
-        """The plan in force."""
         return self._plan
 
     @property
@@ -116,7 +115,6 @@ class ScriptTraining(TunableTraining):
 
     @property
     def place(self) -> Place:
-        """The position of the training in its data."""
         if not self.proxies:
             return Place(0, self.steps, self.steps)
         first = self.proxies[0]
@@ -228,7 +226,6 @@ class ScriptTraining(TunableTraining):
                 raise PlanError(f"the feed {feed.kind} failed: {first_line(error)}") from error
 
     def release_other_plans(self) -> None:
-        """Release everything that belongs to plans other than the one in force."""
         for proxy in self.proxies:
             proxy.tidy()
         for call in self.calls:
@@ -248,7 +245,6 @@ class ScriptTraining(TunableTraining):
         return max((self._updates_of(batches) for batches in found if batches is not None), default=None)
 
     def wait(self) -> None:
-        """Wait for the GPU."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

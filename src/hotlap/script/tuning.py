@@ -128,7 +128,6 @@ class ScriptTuning:
 
     @property
     def is_searching(self) -> bool:
-        """Whether the tuner is trying plans."""
         return isinstance(self._tuner, Tuner) and self._tuner.is_trying
 
     def ignores(self, proxy: LoaderProxy) -> bool:
@@ -233,7 +232,6 @@ class ScriptTuning:
             self.training.close()
 
     def summary(self) -> TrainingSummary:
-        """The training's summary so far."""
         training, tricks = self.training, self.plan.execution.without
         left_out = [f"left out: {', '.join(tricks)}"] if tricks else []
         return TrainingSummary(

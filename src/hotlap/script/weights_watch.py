@@ -27,7 +27,6 @@ class WeightsWatch:
         """What to say of weights that are not finite; None if they are."""
 
     def is_due(self, now_s: float) -> bool:
-        """Whether it is time for a look."""
         return now_s >= self._next_s
 
     def look(self) -> str | None:

@@ -190,7 +190,6 @@ class ParameterAliases:
         ]
 
     def of(self, parameter: Tensor) -> Tensor:
-        """The alias of a parameter."""
         return self._made.get(id(parameter), parameter)
 
     @property

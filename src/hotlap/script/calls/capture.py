@@ -63,14 +63,12 @@ class MemorySlots:
         return len(self._waiting) if len(self._waiting) < MOST_SLOTS else None
 
     def recorder(self, slot: int) -> Recorder:
-        """The recorder of a slot."""
         if slot == len(self._recorders):
             self._recorders.append(self.make_recorder())
             self._waiting.append(None)
         return self._recorders[slot]
 
     def take(self, slot: int, replayed: ReplayedCall) -> None:
-        """Let a call wait in a slot."""
         self._waiting[slot] = weakref.ref(replayed)
 
 
@@ -145,7 +143,6 @@ class CapturedCall:
 
     @property
     def recorded(self) -> int:
-        """Number of graphs held."""
         return len(self._recordings.graphs)
 
     def __call__(self, original: Original, args: Any, kwargs: Any) -> Any:

@@ -59,7 +59,6 @@ class EvaluationGraph:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether it can be replayed."""
         return self._graph is not None
 
     def why_unfit_for(self, given: tuple[Any, Any] | None, outputs: Any) -> str | None:

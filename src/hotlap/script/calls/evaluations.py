@@ -120,7 +120,6 @@ class Evaluations:
 
     @property
     def recorded(self) -> int:
-        """Number of graphs held."""
         return sum(kind.is_recorded for kind in self._kinds.values())
 
     @property

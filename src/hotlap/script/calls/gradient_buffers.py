@@ -64,7 +64,6 @@ class GradientBuffers:
         return [flat.clone() for flat in self._flats]
 
     def put_back(self, kept: list[Tensor]) -> None:
-        """Restore the content of the buffers."""
         foreach_copy_(self._flats, kept)
 
     def _made(self, numbers: Sequence[int]) -> Tensor:

@@ -68,7 +68,6 @@ class DeviceCopies:
         self.installed = False
 
     def install(self) -> None:
-        """Begin to answer."""
         if not self.installed:
             self.installed = True
             self._patches.put(torch.Tensor, "to", functools.partial(self._answering, _asked_by_to))
@@ -112,7 +111,6 @@ class DeviceCopies:
                 self._gone(served)
 
     def forget(self) -> None:
-        """Release all copies."""
         self._batches.clear()
         for served in list(self._served.values()):
             self._gone(served)

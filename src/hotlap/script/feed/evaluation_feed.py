@@ -116,7 +116,6 @@ class EvaluationFeed:
             self._training.write_down(WHAT, "chosen", f"the script's own feed again: {epochs.why}")
 
     def close(self) -> None:
-        """Restore all loaders."""
         for proxy in list(self._epochs):
             proxy.close()
         self._epochs.clear()

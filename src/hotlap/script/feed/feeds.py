@@ -95,7 +95,6 @@ class LoaderClone:
         return batch
 
     def close(self) -> None:
-        """End the workers."""
         iterator = getattr(self._loader, "_iterator", None)
         if iterator is not None:
             iterator._shutdown_workers()
@@ -263,7 +262,6 @@ class StreamedFeed(GatheredFeed):
         return batch
 
     def close(self) -> None:
-        """Drop pending batches."""
         for _, _, flights in self._coming:
             _give_up(flights)
         self._coming.clear()
@@ -394,7 +392,6 @@ class PendingTensor:
         self._batch, self._number = batch, number
 
     def on_device(self) -> Tensor:
-        """The tensor on the GPU."""
         return self._batch.part(self._number)
 
     def discard(self) -> None:

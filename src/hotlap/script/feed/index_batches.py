@@ -118,7 +118,6 @@ class IndexStream:
 
     @property
     def are_over(self) -> bool:
-        """Whether the epoch has no more batches."""
         return self._ended and not self._ready and not self._taken
 
     def __iter__(self) -> Self:

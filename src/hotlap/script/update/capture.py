@@ -52,7 +52,6 @@ class CapturedUpdate:
 
     @property
     def recorded(self) -> bool:
-        """Whether there is a graph to replay."""
         return self._graph is not None
 
     def replayed(self) -> bool:
@@ -261,7 +260,6 @@ class SharedInputs:
         return self._streams.setdefault(device, stream) == stream and not torch.cuda.is_current_stream_capturing()
 
     def buffers(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """A buffer for each of the tensors."""
         taken: dict[Hashable, int] = {}
         found = []
         for tensor in tensors:
@@ -272,7 +270,6 @@ class SharedInputs:
         return found
 
     def clear(self) -> None:
-        """Release all memory."""
         self._buffers.clear()
         self._streams.clear()
 

@@ -130,7 +130,6 @@ class Clipping:
         """Clippings that replayed no earlier recording, although one may still exist for them."""
 
     def forget(self) -> None:
-        """Release all recordings."""
         self._kinds.clear()
         self._returned_norm = None
 

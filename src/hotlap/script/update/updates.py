@@ -162,7 +162,6 @@ class Updates:
             self._let_go()
 
     def close(self) -> None:
-        """Restore the optimizers."""
         self.use(self.own)
         self._put_back()
         for update in self._captures.values():
@@ -232,7 +231,6 @@ class Updates:
         return None
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Called after a step."""
         if self._before is not None and self._before.optimizer is optimizer:
             self._put_back()
 
@@ -410,7 +408,6 @@ class OptimizerSettings:
         self._scales = vars(optimizer).get(SCALES)
 
     def restore(self) -> None:
-        """Restore the settings."""
         for group, settings in zip(self.optimizer.param_groups, self._settings, strict=False):
             group.update(settings)
         if self._scales is None:
