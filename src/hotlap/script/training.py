@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -150,33 +150,26 @@ class ScriptTraining(TunableTraining):
 
     def supports(self, plan: Plan) -> str | None:
         """Why the plan cannot be applied here; None if it can."""
-        plan = self.allowed_plan(plan)
-        if plan.memory.checkpoint != self.own.memory.checkpoint:
-            return "hotlap checkpoints blocks only in trainings that it runs itself, not in a script"
-        if plan.memory != self.own.memory:
-            return "the script sets its own batch size"
+        return next(filter(None, self._reasons(self.allowed_plan(plan))), None)
+
+    def _reasons(self, plan: Plan) -> Iterator[str | None]:
+        own = self.own
+        if plan.memory.checkpoint != own.memory.checkpoint:
+            yield "hotlap checkpoints blocks only in trainings that it runs itself, not in a script"
+        if plan.memory != own.memory:
+            yield "the script sets its own batch size"
         if plan.execution.replay_steps > 1:
-            return "the script makes its steps one by one"
+            yield "the script makes its steps one by one"
         if plan.execution.compile != "no":
-            return "hotlap does not compile the calls of a script"
-        if plan.feed != self.own.feed:
-            reason = self._why_not_fed(plan.feed)
-            if reason is not None:
-                return reason
-        if plan.numerics.optimizer != self.own.numerics.optimizer:
-            reason = self.updates.supports(plan.numerics.optimizer)
-            if reason is not None:
-                return reason
+            yield "hotlap does not compile the calls of a script"
+        if plan.feed != own.feed:
+            yield self._why_not_fed(plan.feed)
+        if plan.numerics.optimizer != own.numerics.optimizer:
+            yield self.updates.supports(plan.numerics.optimizer)
         if self.changes_calls(plan):
-            if self._why_calls_stay is not None:
-                return self._why_calls_stay
-            if not self.calls:
-                return "the script calls no whole module"
-            for call in self.calls:
-                reason = call.supports(plan.numerics, plan.execution)
-                if reason is not None:
-                    return reason
-        return None
+            yield self._why_calls_stay
+            yield None if self.calls else "the script calls no whole module"
+            yield from (call.supports(plan.numerics, plan.execution) for call in self.calls)
 
     def changes_calls(self, plan: Plan) -> bool:
         """Whether modules compute differently under a plan than under the script's own."""
