@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hotlap.core.plan import Feed, Plan
-from hotlap.script import weights_watch
+from hotlap.script import lookout
 from hotlap.script.session import Session, Settings
 from hotlap.store.files import save_plan
 from hotlap.store.run_folder import RunFolder
@@ -32,7 +32,7 @@ def train(steps, is_bad):
 @pytest.fixture
 def session(tmp_path, monkeypatch):
     monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(weights_watch, "LOOK_S", 0.0)
+    monkeypatch.setattr(lookout, "LOOK_S", 0.0)
     save_plan(Plan(feed=Feed(kind="gather")).but(optimizer="fused"), tmp_path / "plan.toml")
 
     def opened(plan):

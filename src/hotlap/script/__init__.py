@@ -9,7 +9,8 @@ From the first line of the script to its end:
 - `training` makes the loop obey plans, as a `Rig` does. `tuning` connects it to the tuner and its gate.
 - When nothing is left to try, `idle` only counts steps, and hotlap's patches are removed. It notices
   `torch.compile` in time to remove them first. `report` prints the result. `live` has it sampled, where the user names
-  a folder. `advice` names lines that wait for the GPU. `hangs` has another process say what a script waits for.
+  a folder. `advice` names lines that wait for the GPU. `lookout` looks at memory and weights every few seconds.
+  `hangs` has another process say what a script waits for. `out_of_memory` makes a forward pass again in `pieces`.
 
 One step of the loop:
 

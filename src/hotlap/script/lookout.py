@@ -10,8 +10,11 @@ import torch
 
 from hotlap.core.errors import HotlapError
 from hotlap.core.terminal import say
+from hotlap.fitting.first_nan import are_finite
 from hotlap.machine.session_end import SessionEnd, session_end
 from hotlap.monitor.memory_watch import MemoryWatch
+from hotlap.script.training import ScriptTraining
+from hotlap.script.update.capture import parameters_of
 
 EVERY_S = 2.0
 """Between two looks."""
@@ -81,3 +84,51 @@ class Lookout:
             self._show(str(error))
         if self._end is not None:
             self._notice_s = min(NOTICE_S, NOTICE_SHARE * self._end.left_s)
+
+
+# --- weights -----------------------------------------------------------------------------
+
+
+LOOK_S = 5.0
+"""Seconds between two looks at weights, each of which waits once for the device."""
+
+
+class WeightsWatch:
+    """Looks at the weights of one training every few seconds, and at its end."""
+
+    def __init__(self, training: ScriptTraining) -> None:
+        self._training = training
+        self._good: int | None = None
+        """The last update after which all weights were finite."""
+        self._next_s = 0.0
+        self.line: str | None = None
+        """What to say of weights that are not finite; None if they are."""
+
+    def is_due(self, now_s: float) -> bool:
+        return now_s >= self._next_s
+
+    def look(self) -> str | None:
+        """What to say of weights that are found not to be finite, once; the ledger has it too."""
+        training = self._training
+        if self.line is not None or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            return None
+        self._next_s = time.perf_counter() + LOOK_S
+        weights = [weight for optimizer in training.optimizers for weight in parameters_of(optimizer)]
+        step = training.before + training.steps
+        try:
+            is_good = are_finite(weights)
+        except RuntimeError:  # on several devices, or of a kind that cannot be asked
+            self._next_s = math.inf
+            return None
+        if is_good:
+            self._good = step
+            return None
+        self._next_s = math.inf
+        if self._good is None:  # a script may begin with whatever it likes
+            return None
+        plan, own = training.plan, training.own
+        changes = ", ".join(f"{name} {was} → {now}" for name, (was, now) in own.changes(plan).items())
+        since = f"weights are not finite after update {step:,}; they were after update {self._good:,}"
+        self.line = f"{since}; in force: {f'the plan with {changes}' if changes else 'your own plan'}"
+        training.write_down("weights not finite", "fault", self.line)
+        return self.line

@@ -23,10 +23,10 @@ from hotlap.script.calls.module_state import ModuleState
 from hotlap.script.feed.evaluation_feed import EvaluationFeed
 from hotlap.script.feed.loader_proxy import LoaderProxy
 from hotlap.script.idle import TrainingSummary
+from hotlap.script.lookout import WeightsWatch
 from hotlap.script.training import ComputeTimer, ScriptTraining
 from hotlap.script.update.capture import parameters_of
 from hotlap.script.update.updates import memory_of
-from hotlap.script.weights_watch import WeightsWatch
 from hotlap.store.files import load_plan
 from hotlap.store.run_folder import RunFolder
 from hotlap.tuner.agreement import (
