@@ -123,16 +123,21 @@ class CallGraph:
         self._found: list[Tensor] = []
         self.last_used = 0
         """The number of the call that used it last, set by the owner."""
+        self._record(recorder, loss_call)
+        self.pattern = [number in self.used for number in range(len(self.outputs))]
+        """For each output, whether it gets a gradient."""
+
+    def _record(self, recorder: Recorder, loss_call: LossCall | None) -> None:
         try:
             self._rehearse(recorder)
             # After the last call that may make this memory elsewhere, such as one that compiles.
-            self._dropout_state = dropout_state_to_hold([module], device)
+            self._dropout_state = dropout_state_to_hold([self._module], self._device)
         except NotRecordedError:
             raise
         except Exception as error:  # the user's code may raise anything
             raise NotRecordedError(why_recording_failed(error)) from error
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         self._forward = recorder.record(self._make_outputs)
         self._backward = recorder.record(self._store_gradients)
         if loss_call is not None and self._may_start_at_loss:
@@ -140,8 +145,6 @@ class CallGraph:
         # Without the autograd graph, which holds memory that others may use from now on.
         bare = [output.detach() for output in self.outputs]
         self.tree, self.outputs = with_leaves(self.tree, self.outputs, bare), bare
-        self.pattern = [number in self.used for number in range(len(self.outputs))]
-        """For each output, whether it gets a gradient."""
 
     def forward(self, tensors: list[Tensor]) -> list[Tensor]:
         """The outputs for these tensors in the arguments, in new memory."""

@@ -114,17 +114,16 @@ class DecodedOnce:
             words = [f"{show_seconds(recall_s)} each from memory, {show_seconds(made_s)} decoded anew"]
             figures |= {"made_s": made_s, "recall_s": recall_s}
         if memory.state in WHY_NOT:
-            why = WHY_NOT[memory.state]
-            ledger.record(_entry(ledger, plan, "rejected", "; ".join([why, *words]), figures))
+            outcome, words = "rejected", [WHY_NOT[memory.state], *words]
         elif words:
             if memory.recalled_here == counts.recalled:  # else the workers of the loader share what is saved
                 figures["saved_s"] = counts.recalled * (made_s - recall_s) - counts.remember_s
-            words = [f"{counts.recalled:,} recalled: {words[0]}", f"{show_bytes(memory.bytes_taken)} of memory"]
-            ledger.record(_entry(ledger, plan, "kept", "; ".join(words), figures))
-
-
-def _entry(ledger: Ledger, plan: Plan, outcome: str, why: str, figures: dict[str, float]) -> Entry:
-    return Entry(step=ledger.last_step, what=WHAT, outcome=outcome, plan=plan, why=why, figures=figures)
+            taken = f"{show_bytes(memory.bytes_taken)} of memory"
+            outcome, words = "kept", [f"{counts.recalled:,} recalled: {words[0]}", taken]
+        else:
+            return
+        why = "; ".join(words)
+        ledger.record(Entry(step=ledger.last_step, what=WHAT, outcome=outcome, plan=plan, why=why, figures=figures))
 
 
 # --- libraries that read pictures --------------------------------------------------------
