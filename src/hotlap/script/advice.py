@@ -151,12 +151,12 @@ class Waits:
         a step and is blocked for W, the step takes H + W. Without waits it takes at least H, and at least as long as
         the GPU needs, which worked during W. So at most the lesser of H and W can be saved.
         """
-        told = [row for row in self._groups(step_s) if row[0] > LEAST * step_s]
-        lines = [_line(group, cost_s, step_s) for cost_s, group in told]
-        if len(told) > 1:
-            all_s = min(self._busy_s(step_s), sum(wait.blocked_s for _, group in told for wait in group))
+        dear = [row for row in self._groups(step_s) if row[0] > LEAST * step_s]
+        lines = [_line(group, cost_s, step_s) for cost_s, group in dear]
+        if len(dear) > 1:
+            all_s = min(self._busy_s(step_s), sum(wait.blocked_s for _, group in dear for wait in group))
             lines.append(f"together they cost up to {show_seconds(all_s)}; instead, {INSTEAD}")
-        elif told:
+        elif dear:
             lines.append(f"instead, {INSTEAD}")
         return lines
 

@@ -112,11 +112,11 @@ class ScriptHangs:
         """Add what was shown to a ledger; its first line, if there is one."""
         if self._kept < 0 or not os.fstat(self._kept).st_size:
             return None
-        told = os.pread(self._kept, MOST_REPORT, 0).decode(errors="replace").strip()
+        stacks = os.pread(self._kept, MOST_REPORT, 0).decode(errors="replace").strip()
         os.truncate(self._kept, 0)
         os.lseek(self._kept, 0, os.SEEK_SET)
-        ledger.record(Entry(step=ledger.last_step, what="hang", outcome="fault", plan=plan, why=told))
-        return told.partition("\n")[0]
+        ledger.record(Entry(step=ledger.last_step, what="hang", outcome="fault", plan=plan, why=stacks))
+        return stacks.partition("\n")[0]
 
     def close(self) -> None:
         """Look no more."""
@@ -155,15 +155,15 @@ def _register(hangs: weakref.ref[ScriptHangs]) -> None:
     """A fork must not find the thread: what it leaves behind in the child would never end."""
 
     def before() -> None:
-        if (one := hangs()) is not None:
-            one._disarm()
+        if (watched := hangs()) is not None:
+            watched._disarm()
 
     def after() -> None:
-        if (one := hangs()) is not None and one._limit_s:
-            one._arm(one._limit_s)
+        if (watched := hangs()) is not None and watched._limit_s:
+            watched._arm(watched._limit_s)
 
     def in_child() -> None:
-        if (one := hangs()) is not None:
-            one._limit_s, one._least_s = 0.0, None
+        if (watched := hangs()) is not None:
+            watched._limit_s, watched._least_s = 0.0, None
 
     os.register_at_fork(before=before, after_in_parent=after, after_in_child=in_child)

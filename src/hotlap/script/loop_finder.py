@@ -66,9 +66,9 @@ class LoopFinder:
         self._steps[optimizer] += 1
         if self._steps[optimizer] < SEEN:
             return None
-        optimizers = [one for one, steps in self._steps.items() if steps >= SEEN // 2]
-        optimizers.sort(key=lambda one: one is not optimizer)
-        trained = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+        optimizers = [other for other, steps in self._steps.items() if steps >= SEEN // 2]
+        optimizers.sort(key=lambda other: other is not optimizer)
+        trained = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
         called = [module for module, when in self._modules.values() if len(when) >= SEEN // 2]
         modules = [module for module in called if any(id(p) in trained for p in module.parameters())]
         return Loop(
@@ -78,9 +78,9 @@ class LoopFinder:
             before=self._steps[optimizer] + self._before.get(optimizer, 0),
         )
 
-    def _note(self, seen: dict[int, tuple[Any, set[int]]], what: Any) -> None:
+    def _note(self, steps_of: dict[int, tuple[Any, set[int]]], thing: Any) -> None:
         if self._steps:
-            seen.setdefault(id(what), (what, set()))[1].add(sum(self._steps.values()))
+            steps_of.setdefault(id(thing), (thing, set()))[1].add(sum(self._steps.values()))
 
 
 def _outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
@@ -224,26 +224,26 @@ class BackwardPasses:
 
     def passed(self, loss: Tensor | None) -> ManualUpdates | None:
         """A backward pass from `loss` (None: a replay) has ended; returns the training whose update it completes."""
-        one = self._known
-        if one is not None:
-            if one.has_gradients:
+        training = self._known
+        if training is not None:
+            if training.has_gradients:
                 self._new, self._missed = ManualUpdates() if self._missed else self._new, 0
             else:
                 self._missed += 1
-        # A script that updates several models in turn makes passes that are not for the first one.
-        if one is None or self._missed >= one.rhythm:
-            one = self._new
-            if one.has_given_up:
+        # A script that updates several models in turn makes passes that are not for the first training.
+        if training is None or self._missed >= training.rhythm:
+            training = self._new
+            if training.has_given_up:
                 return None
-        return one if one.passed(loss) else None
+        return training if training.passed(loss) else None
 
     def settled(self, loop: Loop) -> Loop:
         """A loop is known; if it updates its weights by hand, returns it with the number of updates before."""
-        one = loop.optimizers[0]
-        if not isinstance(one, ManualUpdates):
+        training = loop.optimizers[0]
+        if not isinstance(training, ManualUpdates):
             return loop
-        self._known, self._new, self._missed = one, ManualUpdates(), 0
-        return dataclasses.replace(loop, before=one.settle())
+        self._known, self._new, self._missed = training, ManualUpdates(), 0
+        return dataclasses.replace(loop, before=training.settle())
 
 
 def _values_of(tensor: Tensor) -> Tensor:

@@ -404,13 +404,13 @@ class Session:
             return
         self._watch_compiling()  # no new optimizer triggers this here
         try:
-            one = self._backward_passes.passed(loss)
+            training = self._backward_passes.passed(loss)
         except Exception as error:
             self._fault(error)
             self._stop_watching_passes()
             return
-        if one is not None:
-            self._after_step(one, (), {})
+        if training is not None:
+            self._after_step(training, (), {})
         elif self._backward_passes.are_in_vain:
             self._stop_watching_passes()
 
@@ -713,7 +713,7 @@ class Session:
         # `torch.compile(module)` keeps the function it finds here, and compiles what that function calls.
         return untraced(called, beneath=False)
 
-    def _on_out_of_memory(self, what: str) -> None:
+    def _on_out_of_memory(self, change: str) -> None:
         """A forward pass ran out of memory, and hotlap has made it again."""
         tuning, idle = self._tuning, self._idle
         if tuning is not None:
@@ -722,7 +722,7 @@ class Session:
             step = idle.summary.updates + idle.steps
         else:
             step = self._finder.steps if self._finder is not None else 0
-        line = f"out of memory at step {step:,}: {what}"
+        line = f"out of memory at step {step:,}: {change}"
         self._advice.append(line)
         if tuning is not None:
             tuning.training.write_down("out of memory", "fault", line)

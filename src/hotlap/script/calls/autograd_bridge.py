@@ -99,13 +99,13 @@ class BridgedCall:
             return [None] * len(self.sources)
         kept = keeps_graph()
         if not self._is_recomputed and self.expects(grads, kept=kept):
-            made = self.gradients(grads)
+            found = self.gradients(grads)
         else:
-            made = self._differentiated(grads)
+            found = self._differentiated(grads)
         if not kept:
             self.done = True
             self.let_go()
-        return made
+        return found
 
     def let_go(self) -> None:
         """Release what is not needed once the call is done: the script may keep its outputs for long."""
@@ -122,8 +122,8 @@ class BridgedCall:
         aliases = ParameterAliases(self._work.module, _viewed if is_twice else None)
         arguments = [tensor for tensor in tensors_in(given) if tensor.requires_grad]
         # Recomputed for each pass: a pass must not miss what autograd released in the one before.
-        made = self._work.recompute(given, self._drawn, aliases)
-        pairs = [(out, grad) for out, grad in zip(made, grads, strict=True) if grad is not None]
+        outputs = self._work.recompute(given, self._drawn, aliases)
+        pairs = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if grad is not None]
         with self._work.switches:
             found = gradients(
                 [out for out, _ in pairs],

@@ -239,11 +239,11 @@ class Evaluations:
             return self._eager.in_own_precision(original, args, kwargs)
         # A replay would leave out what is printed or logged.
         says = calls_noted((builtins, "print"), (logging.Logger, "handle"))
-        with Watch([self._module], self._device) as watch, says as said:
+        with Watch([self._module], self._device) as watch, says as printed:
             outputs = self._eager.in_own_precision(original, args, kwargs)
         with self._refuse_on_error(kind):
-            seen = None if watch.waits else watch.reason  # a recording tells whether it waits for more than constants
-            kind.refused = seen or ("it prints" if said else None) or graph.why_unfit_for(given, outputs)
+            reason = None if watch.waits else watch.reason  # a recording tells whether it waits for more than constants
+            kind.refused = reason or ("it prints" if printed else None) or graph.why_unfit_for(given, outputs)
             if kind.refused is None and before != self._side_effects(given):
                 kind.refused = "it draws random numbers, or writes to its arguments or its own tensors"
             if kind.refused is None:
