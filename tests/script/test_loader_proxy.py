@@ -440,7 +440,7 @@ def test_the_places_of_a_block_go_to_the_device_in_one_copy(blocks, monkeypatch)
         indices,
         on_device=holding._columns,
         device=CPU,
-        device_copies=noted_copies,
+        serve=noted_copies.serve,
         is_same=lambda: True,
     )
     batches = list(resident)
@@ -1197,7 +1197,7 @@ def test_resident_batches_have_copies_that_are_gathered_when_they_are_asked_for(
         iter(indices),
         on_device=on_device,
         device=CPU,
-        device_copies=noted,
+        serve=noted.serve,
         is_same=lambda: len(noted.batches) < 2,
     )
     batches = list(resident)
@@ -1247,7 +1247,7 @@ def test_streamed_batches_are_sent_ahead_and_their_memory_is_used_again(data, st
     copier, noted = PretendedCopier(), Noted()
     indices = [list(range(n, min(COUNT, n + 4))) for n in range(0, COUNT, 4)]
     streamed = feeds_module.StreamedFeed(
-        column_batches, iter(indices), copier=copier, device_copies=noted, pinned=False, stages=stages
+        column_batches, iter(indices), copier=copier, serve=noted.serve, pinned=False, stages=stages
     )
     for number, truth in enumerate(wanted):
         batch = next(streamed)
@@ -1270,7 +1270,7 @@ def test_streamed_batches_that_nobody_comes_for_are_given_up():
     copier, noted = PretendedCopier(), Noted()
     indices = iter([[0], [1], [2], [3], [4]])
     streamed = feeds_module.StreamedFeed(
-        column_batches, indices, copier=copier, device_copies=noted, pinned=False, stages=True
+        column_batches, indices, copier=copier, serve=noted.serve, pinned=False, stages=True
     )
     next(streamed)
     with torch.inference_mode():  # what was made before is none of this mode

@@ -29,11 +29,8 @@ class Copy(Protocol):
         """The copy is not needed."""
 
 
-class CopyReceiver(Protocol):
-    """Receives copies on the GPU."""
-
-    def serve(self, pairs: Iterable[tuple[Tensor, Copy]]) -> None:
-        """Add the tensors of a batch that the script is about to get, with their copies."""
+Serve = Callable[[Iterable[tuple[Tensor, Copy]]], None]
+"""Takes the tensors of a batch that the script is about to get, with their copies."""
 
 
 class _GivenTensor(weakref.ref[Tensor]):

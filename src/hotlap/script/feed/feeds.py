@@ -19,7 +19,7 @@ from hotlap.data.batches import Batch, map_tensors
 from hotlap.data.feeds import AHEAD, BUFFER_SETS, DeviceCopier, PendingCopy, PinnedBuffers, WorkerStart, within_cores
 from hotlap.data.sources import Columns, Selection, Source, tensors_in
 from hotlap.engine.capture.recording import current_stream
-from hotlap.script.feed.device_copies import CopyReceiver
+from hotlap.script.feed.device_copies import Serve
 from hotlap.script.feed.index_batches import IndexBatch, IndexBlock, IndexStream
 
 Iterate = Callable[[DataLoader[Any]], Iterator[Any]]
@@ -209,18 +209,18 @@ class ResidentFeed(GatheredFeed):
         *,
         on_device: Source,
         device: torch.device,
-        device_copies: CopyReceiver,
+        serve: Serve,
         is_same: Callable[[], bool],
     ) -> None:
         """`on_device` gathers the same samples on the GPU, as long as `is_same()`."""
         super().__init__(column_batches, indices)
-        self._copies, self._device_copies, self._is_same = DeviceGather(on_device, device), device_copies, is_same
+        self._copies, self._serve, self._is_same = DeviceGather(on_device, device), serve, is_same
 
     def __next__(self) -> Batch:
         index_batch = self._take()
         batch, tensors = self._column_batches.parted(index_batch)  # also checks that all indices are within bounds
         if self._is_same():
-            self._device_copies.serve(zip(tensors, self._copies.of(index_batch, len(tensors)), strict=True))
+            self._serve(zip(tensors, self._copies.of(index_batch, len(tensors)), strict=True))
         return batch
 
 
@@ -233,13 +233,13 @@ class StreamedFeed(GatheredFeed):
         indices: Iterator[Any],
         *,
         copier: DeviceCopier,
-        device_copies: CopyReceiver,
+        serve: Serve,
         pinned: bool,
         stages: bool,
     ) -> None:
         """Without `stages`, batches are in pinned memory themselves; else they are copied there (`pinned`)."""
         super().__init__(column_batches, indices)
-        self._copier, self._device_copies = copier, device_copies
+        self._copier, self._serve = copier, serve
         self._stages = deque(PinnedBuffers(pinned=pinned) for _ in range(BUFFER_SETS if stages else 0))
         self._coming: deque[tuple[IndexBatch, Batch, list[PendingCopy]]] = deque()
 
@@ -258,7 +258,7 @@ class StreamedFeed(GatheredFeed):
             # The script was in the other mode when this batch was made.
             _give_up(flights)
             return self._column_batches.batch(index_batch)
-        self._device_copies.serve(zip(tensors, flights, strict=True))
+        self._serve(zip(tensors, flights, strict=True))
         return batch
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ from hotlap.data.pure.proof import GRADIENTS, proof_of, reads_in_place, state_of
 from hotlap.data.pure.read_state import ReadState
 from hotlap.data.resident import evenly_spread
 from hotlap.data.sources import Source, tensors_in
-from hotlap.script.feed.device_copies import Copy, CopyReceiver, DeviceCopies
+from hotlap.script.feed.device_copies import Copy, DeviceCopies, Serve
 from hotlap.script.feed.epoch import EpochIterator, batches_ahead
 from hotlap.script.feed.feeds import (
     GatheredFeed,
@@ -355,9 +355,11 @@ class LoaderProxy:
 
     # --- for an epoch ------------------------------------------------------------------------
 
-    def fed(self, feed: Feed, indices: Iterator[Any], device_copies: CopyReceiver | None = None) -> Iterator[Batch]:
-        """The batches at these indices by a feed; reads nothing before the first is asked for."""
-        device_copies = device_copies or self.device_copies
+    def fed(self, feed: Feed, indices: Iterator[Any], serve: Serve | None = None) -> Iterator[Batch]:
+        """The batches at these indices by a feed; reads nothing before the first is asked for.
+
+        `serve` takes copies on the GPU; by default they answer the script.
+        """
         if feed.kind == "loader":
             if feed not in self._loaders:
                 self._loaders[feed] = LoaderClone(self._like, feed, self._original_iter)
@@ -366,19 +368,19 @@ class LoaderProxy:
         assert holding.column_batches is not None, "hold the samples first"
         if feed.kind == "gather":
             return GatheredFeed(holding.column_batches, indices)
-        assert device_copies is not None  # `supports` has checked that
+        if serve is None:
+            assert self.device_copies is not None  # `supports` has checked that
+            serve = self.device_copies.serve
         if feed.kind == "stream":
             copier, stages = CudaCopier(self.device), not self.own.pinned
-            return StreamedFeed(
-                holding.column_batches, indices, copier=copier, device_copies=device_copies, pinned=True, stages=stages
-            )
+            return StreamedFeed(holding.column_batches, indices, copier=copier, serve=serve, pinned=True, stages=stages)
         assert holding.on_device is not None, "hold the samples first"
         return ResidentFeed(
             holding.column_batches,
             indices,
             on_device=holding.on_device,
             device=self.device,
-            device_copies=device_copies,
+            serve=serve,
             is_same=holding.is_same,
         )
 
@@ -489,11 +491,12 @@ class LoaderProxy:
         self._prepare(feed)
         source = self.source
         assert source is not None  # a supported feed has a source
-        chosen, copies = compared_indices(len(source), self.batch_size), CopyCheck()
+        chosen = compared_indices(len(source), self.batch_size)
+        copies: list[tuple[Tensor, Copy]] = []
         mine: LoaderClone | None = None
         if feed in (self.feed, self.wanted) and feed.kind == "loader":  # its workers may be busy
             mine = LoaderClone(self._like, feed, self._original_iter)
-        seen = mine.batches(iter(chosen)) if mine is not None else self.fed(feed, iter(chosen), copies)
+        seen = mine.batches(iter(chosen)) if mine is not None else self.fed(feed, iter(chosen), copies.extend)
         try:
             for index in chosen:
                 check_allowed()
@@ -501,7 +504,7 @@ class LoaderProxy:
                 reason = why_other_batch(truth, next(seen))
                 if reason is not None:
                     return reason
-            return copies.why_other()
+            return why_other_copy(copies)
         finally:
             close = getattr(mine or seen, "close", None)
             if close is not None:
@@ -613,23 +616,13 @@ def _facts(tensor: Tensor) -> str:
     return " ".join(words)
 
 
-class CopyCheck:
-    """Collects copies on the GPU, to compare them with their originals."""
-
-    def __init__(self) -> None:
-        self._pairs: list[tuple[Tensor, Copy]] = []
-
-    def serve(self, pairs: Iterable[tuple[Tensor, Copy]]) -> None:
-        """Add the tensors of a batch, with their copies."""
-        self._pairs += pairs
-
-    def why_other(self) -> str | None:
-        """How a copy differs from its original; None if none does."""
-        for tensor, sent in self._pairs:
-            on_device = sent.on_device()
-            reason = why_unlike(tensor, on_device.cpu(), "the copy on the GPU")
-            if reason is None and on_device.stride() != tensor.stride():
-                reason = f"the copy on the GPU has strides {on_device.stride()}, not {tensor.stride()}"
-            if reason is not None:
-                return reason
-        return None
+def why_other_copy(pairs: Iterable[tuple[Tensor, Copy]]) -> str | None:
+    """How a copy on the GPU differs from its original; None if none does."""
+    for tensor, pending in pairs:
+        on_device = pending.on_device()
+        reason = why_unlike(tensor, on_device.cpu(), "the copy on the GPU")
+        if reason is None and on_device.stride() != tensor.stride():
+            reason = f"the copy on the GPU has strides {on_device.stride()}, not {tensor.stride()}"
+        if reason is not None:
+            return reason
+    return None
