@@ -84,7 +84,7 @@ class Updates:
     ) -> None:
         self.optimizers = list(optimizers)
         self.own = "fused" if self.optimizers and all(is_fused(one) for one in self.optimizers) else "plain"
-        self._reasons: dict[int, str | None] = {}
+        self._why_not_fused = functools.cache(why_not_fused)
         self._fusions: dict[int, Fusion] = {}
         self._pools: dict[int, BufferPool] = {}
         self._plan = (self.own, False)
@@ -110,7 +110,7 @@ class Updates:
             return "the script has fused its optimizer itself"
         if trains_with_others():
             return TOGETHER
-        reasons = [self._why_not(one) for one in self.optimizers]
+        reasons = [self._why_not_fused(optimizer) for optimizer in self.optimizers]
         return None if None in reasons else reasons[0]
 
     def use(self, kind: str, *, captured: bool = False) -> None:
@@ -259,15 +259,10 @@ class Updates:
     # --- optimizers --------------------------------------------------------------------------
 
     def _changes(self, optimizer: Optimizer, kind: str) -> bool:
-        return kind != self.own and self._why_not(optimizer) is None
+        return kind != self.own and self._why_not_fused(optimizer) is None
 
     def _fuses(self, optimizer: Optimizer, kind: str) -> bool:
         return self._changes(optimizer, kind) or is_fused(optimizer)
-
-    def _why_not(self, optimizer: Optimizer) -> str | None:
-        if id(optimizer) not in self._reasons:
-            self._reasons[id(optimizer)] = why_not_fused(optimizer)
-        return self._reasons[id(optimizer)]
 
     def _capture_of(self, optimizer: Optimizer, fused: bool) -> CapturedUpdate | None:
         """The captured steps of an optimizer; None if it cannot have any."""
