@@ -299,12 +299,15 @@ def why_not_captured(module: nn.Module, device: torch.device) -> str | None:
         return f"not all of its weights and buffers are on {device}"
     if _odd_parameter(module) is not None:
         return _odd_parameter(module)
+    return why_hooked(module)
+
+
+def why_hooked(module: nn.Module) -> str | None:
+    """Which hooks of the script run with a module's calls; None if there are none."""
     for layer in module.modules():
-        if has_hooks(layer):
+        if _hooks_of(layer, (*_FORWARD_HOOKS, *_BACKWARD_HOOKS)):
             return f"{type(layer).__name__} has hooks of the script"
-    if any(HOOKS_OF_ALL):
-        return "the script has hooks on every module"
-    return None
+    return "the script has hooks on every module" if any(HOOKS_OF_ALL) else None
 
 
 def _odd_parameter(module: nn.Module) -> str | None:
@@ -321,11 +324,6 @@ def _spread_by(module: nn.Module) -> Iterator[str]:
 def _kinds(layer: nn.Module) -> set[str]:
     """Class names; importing some of these classes would take longer than everything else here."""
     return {kind.__name__ for kind in type(layer).__mro__}
-
-
-def has_hooks(layer: nn.Module) -> bool:
-    """Whether the script has put hooks on a layer."""
-    return _hooks_of(layer, (*_FORWARD_HOOKS, *_BACKWARD_HOOKS))
 
 
 def _hooks_of(layer: nn.Module, kinds: tuple[str, ...]) -> bool:

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hotlap.core.errors import TrainingError, first_line
-from hotlap.core.torch_private import HOOKS_OF_ALL, BatchNormBase
+from hotlap.core.torch_private import BatchNormBase
 from hotlap.data.order import even_cuts
 from hotlap.engine.capture.fingerprint import memory, what_changed
 from hotlap.engine.differentiating import gradients
 from hotlap.engine.snapshot import Modes, generator_of
-from hotlap.script.calls.eager import has_hooks, why_not_changed
+from hotlap.script.calls.eager import why_hooked, why_not_changed
 from hotlap.script.calls.module_state import ModuleState
 from hotlap.script.calls.trees import (
     is_container,
@@ -126,10 +126,8 @@ def why_not_in_pieces(module: nn.Module, original: Call, args: Any, kwargs: Any,
     for layer in module.modules():
         if isinstance(layer, BatchNormBase) and (layer.training or layer.running_mean is None):
             return "its batch norms compute over the whole batch"
-        if has_hooks(layer):
-            return f"{type(layer).__name__} has hooks of the script"
-    if any(HOOKS_OF_ALL):
-        return "the script has hooks on every module"
+    if (reason := why_hooked(module)) is not None:
+        return reason
     if (kind := unknown_type_in((args, kwargs))) is not None:
         return f"its arguments hold a {kind}"
     if batch_of(args, kwargs) < 2:
