@@ -81,7 +81,7 @@ def first_samples(data: Any, count: int) -> Any:
 
 def _needs_gradients(data: Any) -> bool:
     tensors = data.tensors if type(data) is TensorDataset else (data,)
-    return any(isinstance(one, Tensor) and one.requires_grad for one in tensors)
+    return any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors)
 
 
 def _rows_of(subset: Subset[Any]) -> Sequence[int] | Tensor:

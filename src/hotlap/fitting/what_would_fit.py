@@ -78,14 +78,14 @@ def _changes(rig: Rig, window: Window, update: Update) -> Iterator[tuple[Saving,
 def _counted(rig: Rig, window: Window) -> Update:
     """An update with the memory of the plan in force: the pieces of this window, and checkpointed blocks."""
     weights = _weights(rig)
-    trained = sum(one.nbytes for one in weights.values() if one.requires_grad)
+    trained = sum(weight.nbytes for weight in weights.values() if weight.requires_grad)
     states = sum(one.nbytes for one in _states(rig))
     kind, groups = type(rig.optimizer).__name__, rig.optimizer.param_groups
     values = KEPT.get(kind, 0) + any(group.get("momentum") for group in groups)
     batch, samples = _first(window), max(window.sizes)
     layers, outputs = _activations(rig, batch, samples)
     kinds = {
-        "parameters": sum(one.nbytes for one in weights.values()),
+        "parameters": sum(weight.nbytes for weight in weights.values()),
         "gradients": trained,
         "optimizer": max(states, values * trained),
         "activations": sum(layers.values()),

@@ -104,7 +104,7 @@ def of_worker(pid: int, state: str, text: str) -> list[str]:
 
 def report(stacks: Sequence[Stack]) -> list[str]:
     """The stacks in lines, the first one first; threads of hotlap are left out."""
-    others = [one for one in stacks[1:] if not one.thread.startswith("hotlap ")]
+    others = [stack for stack in stacks[1:] if not stack.thread.startswith("hotlap ")]
     shown = [*stacks[:1], *others[: MOST_THREADS - 1]]
     lines = [line for one in shown for line in one.lines()]
     left = len(others) + 1 - len(shown)

@@ -114,7 +114,7 @@ class BatchFound:
     def summary(self) -> str:
         """The measured sizes and the advice, in lines for people."""
         fast, knee = self.fastest, self.knee
-        top = max((one.samples_per_s or 0.0 for one in self.searched.trials), default=0.0) or 1.0
+        top = max((trial.samples_per_s or 0.0 for trial in self.searched.trials), default=0.0) or 1.0
         lines = [f"{'samples':>9} {'samples/s':>11} {'tensors':>10} {'taken':>10}"]
         for one in self.searched.trials:
             if one.samples_per_s is None:
@@ -164,7 +164,7 @@ class BatchFound:
             "own_batch": self.own_batch,
             "effective_batch": self.effective_batch,
             "began": {"size": self.began.size, "why": self.began.why},
-            "trials": [dataclasses.asdict(one) | {"trains": one.trains} for one in self.searched.trials],
+            "trials": [dataclasses.asdict(trial) | {"trains": trial.trains} for trial in self.searched.trials],
             "largest": size(self.largest),
             "largest_is_proven": self.searched.found_largest,
             "keeps_reserve": size(self.keeps_reserve),
@@ -299,7 +299,7 @@ def _script_notes(first: ProbeResult, searched: Searched) -> tuple[str, ...]:
     if first.other_loaders:
         several = f"{first.other_loaders + 1} loaders bring the batches of an update"
         notes.append(f"{several}: sizes are those of the first, the others stay as they are")
-    if any(one.trains and not one.taken_bytes for one in searched.trials):
+    if any(trial.trains and not trial.taken_bytes for trial in searched.trials):
         notes.append("memory not measured: the script ended before; let it train longer")
     if first.device == "cpu":
         notes.append(COUNTED)

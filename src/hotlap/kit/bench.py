@@ -386,9 +386,9 @@ class JobState:
 
     def __init__(self, job: Job, device: torch.device) -> None:
         self._modules = [one for one in (job.model, job.loss) if isinstance(one, nn.Module)]
-        self._places = [{tensor.device for tensor in _weights(one)} for one in self._modules]
+        self._places = [{tensor.device for tensor in _weights(module)} for module in self._modules]
         self._weights = [(tensor, tensor.detach().cpu().clone()) for one in self._modules for tensor in _weights(one)]
-        self._grads = [(p, p.grad, p.requires_grad) for one in self._modules for p in one.parameters()]
+        self._grads = [(p, p.grad, p.requires_grad) for module in self._modules for p in module.parameters()]
         self._optimizer = job.optimizer if isinstance(job.optimizer, Optimizer) else None
         self._state = copy.deepcopy(self._optimizer.state_dict()) if self._optimizer is not None else None
         self._modes, self._randomness = Modes(self._modules), Randomness(device)

@@ -255,5 +255,5 @@ def recipe_job(name: str, words: Sequence[str], say: Say) -> Job:
         raise UsageError(f"the recipe {name} has no single network to measure; it trains several models by itself")
     first, *others = prepared.candidates
     if others:
-        say(f"model     {first.name}; the recipe also has {', '.join(one.name for one in others)}")
+        say(f"model     {first.name}; the recipe also has {', '.join(other.name for other in others)}")
     return first.job()

@@ -141,13 +141,13 @@ class GpusFound:
         """What would lower the peak, and a smaller GPU that then trains it, by prediction."""
         room = math.inf if self.least is None else self.least.gpu.usable_bytes
         found = []
-        for one in self.savings:
-            if one.predicted_bytes is None or one.changes:
+        for saving in self.savings:
+            if saving.predicted_bytes is None or saving.changes:
                 continue
-            rows = (replace(row, needs_bytes=one.predicted_bytes) for row in self.rows)
-            smallest = _smallest([row for row in rows if "autocast" not in one.what or row.format != "fp32"])
+            rows = (replace(row, needs_bytes=saving.predicted_bytes) for row in self.rows)
+            smallest = _smallest([row for row in rows if "autocast" not in saving.what or row.format != "fp32"])
             if smallest is not None and smallest.gpu.usable_bytes < room:
-                found.append((one.what, smallest))
+                found.append((saving.what, smallest))
         return tuple(found)
 
     @property

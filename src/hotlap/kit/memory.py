@@ -118,7 +118,7 @@ class MemoryFound(Update):
             "kinds": dict(self.kinds),
             "layers": dict(self.layers),
             "step_s": self.step_s,
-            "savings": [dataclasses.asdict(one) for one in self.savings],
+            "savings": [dataclasses.asdict(saving) for saving in self.savings],
             "grows": [dataclasses.asdict(one) for one in self.held],
             "notes": list(self.notes),
         }

@@ -172,7 +172,7 @@ def costs_of(dataset: Any) -> tuple[Cost, ...]:
     finally:
         kept.restore()
     costs = [Cost(name=one.name, sample_s=one.spent_s / count) for one in timed if one.calls]
-    rest_s = spent_s / count - sum(one.sample_s for one in costs)
+    rest_s = spent_s / count - sum(cost.sample_s for cost in costs)
     return (*costs, Cost(name=ELSE, sample_s=max(0.0, rest_s)))
 
 

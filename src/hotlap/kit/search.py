@@ -91,12 +91,12 @@ class Searched:
     @property
     def largest(self) -> Trial | None:
         """The largest that trains."""
-        return max((one for one in self.trials if one.trains), key=lambda one: one.size, default=None)
+        return max((trial for trial in self.trials if trial.trains), key=lambda one: one.size, default=None)
 
     @property
     def line(self) -> Line | None:
         """Measured memory over size; None if it does not grow, or with a single measured size."""
-        measured = [one for one in self.trials if one.trains]
+        measured = [trial for trial in self.trials if trial.trains]
         return line_through(measured) if len(measured) > 1 else None
 
     def within(self, most_bytes: float) -> list[Trial]:
@@ -106,7 +106,7 @@ class Searched:
 
 def timed_within(trials: Iterable[Trial], most_bytes: float) -> list[Trial]:
     """Timed ones that take no more."""
-    return [one for one in trials if one.samples_per_s is not None and one.taken_bytes <= most_bytes]
+    return [trial for trial in trials if trial.samples_per_s is not None and trial.taken_bytes <= most_bytes]
 
 
 def fastest(trials: list[Trial]) -> Trial | None:
@@ -117,7 +117,7 @@ def fastest(trials: list[Trial]) -> Trial | None:
 def knee(trials: list[Trial]) -> Trial | None:
     """The smallest that is nearly as fast as the fastest."""
     best = fastest(trials)
-    near = [one for one in trials if best and (one.samples_per_s or 0.0) >= KNEE * (best.samples_per_s or 0.0)]
+    near = [trial for trial in trials if best and (trial.samples_per_s or 0.0) >= KNEE * (best.samples_per_s or 0.0)]
     return min(near, key=lambda one: one.size, default=None)
 
 

@@ -72,7 +72,7 @@ class WorkersFound:
     @property
     def own(self) -> Setting:
         """The training's own setting."""
-        return next(one for one in self.settings if one.is_own)
+        return next(setting for setting in self.settings if setting.is_own)
 
     @property
     def best(self) -> Setting:
@@ -109,7 +109,7 @@ class WorkersFound:
 
     def summary(self) -> str:
         """The settings in a table, and the advice, in lines for people."""
-        width = max(len(one.words) for one in self.settings)
+        width = max(len(setting.words) for setting in self.settings)
         lines = [f"{'':<{width}}  {'step':>9}  {'start-up':>9}"]
         for one in self.settings:
             if one.step_s is None:
@@ -127,7 +127,7 @@ class WorkersFound:
         if self.best_count is not None and self.best.feed.kind != "loader":
             lines.append(f"workers    best DataLoader setting: {_counted(self.best_count)} (another feed is faster)")
         if self.transforms:
-            whole = show_seconds(sum(one.sample_s for one in self.transforms))
+            whole = show_seconds(sum(transform.sample_s for transform in self.transforms))
             lines.append(f"a sample   {whole} in one process: {', '.join(map(str, self.transforms))}")
         lines.append(f"write      {self.advice}")
         return "\n".join(map(clean, [*lines, *(f"note       {note}" for note in self.notes)]))
@@ -140,9 +140,9 @@ class WorkersFound:
             "training": self.name,
             "device": self.device,
             "cores": self.cores,
-            "settings": [dataclasses.asdict(one) for one in self.settings],
+            "settings": [dataclasses.asdict(setting) for setting in self.settings],
             "bare_step_s": self.bare_s,
-            "transforms": [dataclasses.asdict(one) for one in self.transforms],
+            "transforms": [dataclasses.asdict(transform) for transform in self.transforms],
             "best": self.best.words,
             "best_workers": self.best_count,
             "best_feed": dataclasses.asdict(self.best.feed),
@@ -160,7 +160,7 @@ def _counted(workers: int) -> str:
 
 def best_of(settings: Sequence[Setting]) -> Setting:
     """The fastest; among settings near it the one with the fewest workers, and then the training's own."""
-    timed = [one for one in settings if one.step_s is not None]
+    timed = [setting for setting in settings if setting.step_s is not None]
     least = min(one.step_s or 0.0 for one in timed)
     near = [one for one in timed if (one.step_s or 0.0) <= NEAR * least]
     return min(near, key=lambda one: (one.feed.workers, not one.is_own, one.step_s or 0.0))
@@ -179,7 +179,7 @@ def by(count: int, *, on_gpu: bool) -> Feed:
 
 def nearer(settings: Sequence[Setting], *, on_gpu: bool) -> list[Feed]:
     """Numbers of workers half way from the best to its tried neighbours."""
-    by_loader = [one for one in settings if one.feed.kind == "loader" and one.step_s is not None]
+    by_loader = [setting for setting in settings if setting.feed.kind == "loader" and setting.step_s is not None]
     if not by_loader:
         return []
     best, tried = best_of(by_loader).feed.workers, {one.feed.workers for one in by_loader}
@@ -214,7 +214,7 @@ class _JobFeeds:
         others = finer(best_of(settings).feed, on_gpu=self._on_gpu)
         settings += [self._first(feed, False, bare_s) for feed in others if all(one.feed != feed for one in settings)]
         # In the opposite order, so that a drift hits all settings alike.
-        settings = [self._again(one) for one in reversed(settings)][::-1]
+        settings = [self._again(setting) for setting in reversed(settings)][::-1]
         self._rig.use(self._plan, outcome="measured")
         bare_s = min(bare_s, self._bare_s())
         best = best_of(settings)

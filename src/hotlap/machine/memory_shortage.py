@@ -56,7 +56,7 @@ class Shortage:
                 f"{show_bytes(self.asked_bytes or 0)}" + ("" if _is_expandable() else f", which {EXPANDABLE} avoids")
             )
         if self.others:
-            named = [_words(one) for one in self.others[:MOST_NAMED]]
+            named = [_words(other) for other in self.others[:MOST_NAMED]]
             more = [f"{len(self.others) - MOST_NAMED} more"] if len(self.others) > MOST_NAMED else []
             found.append(f"other processes hold memory of this GPU: {', '.join([*named, *more])}")
         return found

@@ -228,9 +228,9 @@ def _of_training(past: _Past) -> Iterator[Finding]:
 def _faults(past: _Past) -> Iterator[Finding]:
     entries = [one for one in past.training.ledger or () if one.outcome == "fault"]
     for begin, (name, what, change) in FAULTS.items():
-        same = [one for one in entries if one.what.startswith(begin)]
+        same = [entry for entry in entries if entry.what.startswith(begin)]
         if name == "out-of-memory":  # its entries are named by the change of plan that answered it
-            same = [one for one in entries if one.why.startswith(begin)]
+            same = [entry for entry in entries if entry.why.startswith(begin)]
         if not same:
             continue
         times = f" {len(same)} times" if len(same) > 1 else ""
@@ -449,7 +449,7 @@ Sampled = tuple[float | None, str]
 
 def _gpu(training: Training) -> list[dict[str, Any]]:
     """The samples of the training's GPU."""
-    return [mapping(listing(one.get("gpus"))[0]) for one in training.samples if listing(one.get("gpus"))]
+    return [mapping(listing(sample.get("gpus"))[0]) for sample in training.samples if listing(sample.get("gpus"))]
 
 
 def _throttled(training: Training) -> Sampled | None:

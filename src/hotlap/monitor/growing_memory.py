@@ -209,10 +209,10 @@ def _tensors_with_graphs() -> list[Tensor]:
 def _most_steps(tensors: Iterable[Tensor]) -> tuple[int, Tensor | None]:
     """The tensor with the most nodes of autograd behind it, among as many as a bounded walk comes to."""
     most, found, left = 0, None, MOST_NODES
-    for one in tensors:
-        steps = len(steps_behind([one]))
+    for tensor in tensors:
+        steps = len(steps_behind([tensor]))
         if steps > most:
-            most, found = steps, one
+            most, found = steps, tensor
         left -= steps
         if left <= 0:
             break
@@ -222,7 +222,7 @@ def _most_steps(tensors: Iterable[Tensor]) -> tuple[int, Tensor | None]:
 def steps_behind(tensors: Iterable[Tensor]) -> set[Any]:
     """The nodes of autograd behind some tensors."""
     seen: set[Any] = set()
-    waiting = [one.grad_fn for one in tensors]
+    waiting = [tensor.grad_fn for tensor in tensors]
     while waiting and len(seen) < MOST_NODES:
         node = waiting.pop()
         if node is not None and node not in seen:

@@ -46,15 +46,15 @@ def kind_of_model(model: nn.Module, sample: Batch) -> Kind:
     def kind(name: str, size: int) -> Kind:
         return Kind(name=name, size=size, parameters=parameters)
 
-    pictures = [one for one in tensors if one.ndim == 4 and min(one.shape[2:]) >= LEAST_SIDE]
+    pictures = [tensor for tensor in tensors if tensor.ndim == 4 and min(tensor.shape[2:]) >= LEAST_SIDE]
     if pictures and (attends or convolves):
         return kind(VISION if attends else CONVOLUTIONS, max(pictures[0].shape[1:]))
-    sequences = [one for one in tensors if _is_sequence(one)]
+    sequences = [tensor for tensor in tensors if _is_sequence(tensor)]
     if sequences and attends:
         return kind(TEXT, sequences[0].shape[1])
     if sequences and any(isinstance(layer, nn.RNNBase) for layer in layers):
         return kind(RECURRENT, sequences[0].shape[1])
-    return kind(DENSE, max((one[0].numel() for one in tensors if one.ndim and len(one)), default=1))
+    return kind(DENSE, max((tensor[0].numel() for tensor in tensors if tensor.ndim and len(tensor)), default=1))
 
 
 def _is_sequence(tensor: Tensor) -> bool:

@@ -233,8 +233,8 @@ def _swapped(pid: int) -> int:
 
 def _on_average(readings: Sequence[dict[str, Any]], pids: set[int]) -> dict[str, Any]:
     """The readings of a GPU as one, and whether one of these processes is on it."""
-    busy = [one["busy"] for one in readings if one.get("busy") is not None]
-    on_it = {pid for one in readings for pid in one.get("other_pids", ())}
+    busy = [reading["busy"] for reading in readings if reading.get("busy") is not None]
+    on_it = {pid for reading in readings for pid in reading.get("other_pids", ())}
     own = bool(on_it & pids) if on_it else None  # in a container the driver may list nobody
     return {"name": readings[-1].get("name", "GPU"), "busy": fmean(busy) if busy else None, "own": own}
 
@@ -324,7 +324,7 @@ def _disk(look: Look) -> Iterator[Finding]:
 def _feeding_or_alone(look: Look) -> Iterator[Finding]:
     """Workers that are all at work while the process waits for them, or a process whose one thread does everything."""
     own, (had, waited) = look.cores_of(look.main), look.threads_of(look.main)[0]
-    workers = [sum(look.threads_of(one)[0]) for one in look.workers]
+    workers = [sum(look.threads_of(worker)[0]) for worker in look.workers]
     if _is_gpu_busy(look):
         return
     if workers and fmean(workers) >= BUSY and had + waited < 1 - WAITS:
@@ -419,7 +419,7 @@ def _memory(look: Look) -> Iterator[Finding]:
 
 
 def _threads(look: Look) -> Iterator[Finding]:
-    threads = [*look.threads_of(look.main), *(look.threads_of(one)[0] for one in look.workers)]
+    threads = [*look.threads_of(look.main), *(look.threads_of(worker)[0] for worker in look.workers)]
     working = sum(had + waited >= BUSY for had, waited in threads)
     if working > 1.5 * look.cores and sum(map(look.cores_of, look.everyone)) >= (1 - WAITS) * look.cores:
         yield Finding(

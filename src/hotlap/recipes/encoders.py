@@ -114,7 +114,7 @@ class Encoder:
             if isinstance(one, nn.Embedding) and name.endswith(("position_embeddings", "position_embedding", "wpe"))
         ]
         # RoBERTa counts positions from behind its padding token on.
-        unused = [0 if one.padding_idx is None else one.padding_idx + 1 for one in tables]
+        unused = [0 if table.padding_idx is None else table.padding_idx + 1 for table in tables]
         places = [one.num_embeddings - none for one, none in zip(tables, unused, strict=True)]
         return min(places) // MULTIPLE * MULTIPLE if places else None
 

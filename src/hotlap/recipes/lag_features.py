@@ -60,9 +60,9 @@ class Lags:
     def names(self, columns: Sequence[str], is_dated: bool) -> list[str]:
         """The names of the features, in the order of `features`."""
         cycles = [f"{wave} of {name}" for name in PERIODS_S for wave in ("sine", "cosine")] if is_dated else []
-        found = [*columns, *cycles, *(f"{one}, {lag} before" for lag in self.lags for one in columns)]
+        found = [*columns, *cycles, *(f"{column}, {lag} before" for lag in self.lags for column in columns)]
         for window in self.windows:
-            found += [f"{what} of {one} over {window}" for what in ("mean", "deviation") for one in columns]
+            found += [f"{what} of {column} over {window}" for what in ("mean", "deviation") for column in columns]
         return found
 
     def features(self, values: Numbers, times: Numbers, is_dated: bool) -> Numbers:

@@ -93,7 +93,7 @@ class Features:
         words = tuple(name for name in names if name not in numbers)
         facts = read_facts(texts, say)
         columns = [facts.brands, *(_words(table, name) for name in words)]
-        fitted = [Means.fit(one, z, seed) for one in columns]
+        fitted = [Means.fit(column, z, seed) for column in columns]
         cut, own = WordParts.fit(texts, parts, say)
         plain = np.concatenate([facts.numbers, own, _numbers(table, numbers)], axis=1)
         low, high = _edges(plain)

@@ -67,7 +67,7 @@ class Known:
 def expected_line(prepared: Prepared, profile: str, *, trials: int = 0) -> str:
     """What all trainings take at most at the pace of a few steps of each, on this machine as it is now."""
     with torch.random.fork_rng(devices=[]):
-        seconds = {one.name: network_s(one.job()) for one in prepared.candidates}
+        seconds = {candidate.name: network_s(candidate.job()) for candidate in prepared.candidates}
         if trials:
             seconds = {f"{trials} trials": trials * max(seconds.values())}
         seconds |= {one.name: one.expected_s() for one in prepared.own if one.expected_s is not None}

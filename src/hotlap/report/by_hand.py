@@ -92,7 +92,7 @@ def _of_training(run: RunFiles, training: Training, *, is_only: bool) -> ByHand:
     changes = changes_of(before, after, device_of(training), _replay(run, training))
     if not changes:
         return dataclasses.replace(found, notes=("hotlap changed nothing: the plan at the end is the first one",))
-    notes = [f"note: {one.note}" for one in changes if one.note]
+    notes = [f"note: {change.note}" for change in changes if change.note]
     if run.kind != SCRIPT:
         return dataclasses.replace(found, left=tuple(changes), notes=tuple(notes))
     try:

@@ -82,7 +82,7 @@ def _of_training(training: Training) -> Iterator[tuple[str, str, str]]:
     entries = list(training.ledger) if training.ledger is not None else []
     faults = [entry for entry in entries if entry.outcome == "fault"]
     if entries:
-        said = "; ".join(f"step {one.step:,}: {words(one.what)}" for one in faults[:3]) or "the ledger has none"
+        said = "; ".join(f"step {fault.step:,}: {words(fault.what)}" for fault in faults[:3]) or "the ledger has none"
         yield "no faults", LOOK if faults else OK, said
     total = total_of(training.ledger)
     cost_s, saved_s = number(total.get("cost_s")), number(total.get("saved_s"))
@@ -136,7 +136,7 @@ def _after(run: RunFiles) -> Iterator[Found]:
 
 def _models(run: RunFiles) -> list[Training]:
     """The trainings that are checked one by one: no folds."""
-    return [one for one in run.trainings if one.path.parent.name != "folds"]
+    return [training for training in run.trainings if training.path.parent.name != "folds"]
 
 
 def _recipe(run: RunFiles) -> Iterator[Found]:
@@ -154,7 +154,7 @@ def _recipe(run: RunFiles) -> Iterator[Found]:
     said = f"{by.words} {best[1]:.4g} ({words(best[0])}) beside {rule[1]:.4g} ({words(rule[0])})"
     yield AFTER, "a model beats the simple rules", OK if won else LOOK, said
     folds = [number(mapping(one).get(by.name)) for one in mapping(run.scores.get("folds")).values()]
-    known = [one for one in folds if one is not None]
+    known = [fold for fold in folds if fold is not None]
     if len(known) > 1:
         spread, gain = max(known) - min(known), abs(best[1] - rule[1])
         said = f"folds differ by {spread:.3g}, and the model is {gain:.3g} from the best simple rule"

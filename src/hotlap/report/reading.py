@@ -114,7 +114,7 @@ class RunFiles:
     @property
     def is_live(self) -> bool:
         """Whether a process is at work on it."""
-        return any(map(is_at_work, (self.path, self.path / "search", *(one.path for one in self.trainings))))
+        return any(map(is_at_work, (self.path, self.path / "search", *(training.path for training in self.trainings))))
 
     @property
     def is_finished(self) -> bool:

@@ -103,7 +103,7 @@ def kind_words(run: RunFiles) -> str:
 
 def _each(trainings: Sequence[Training], made: Any) -> list[Block]:
     """The blocks of each training; with their names where there are several."""
-    return [block for one in trainings for block in made(one, one.name if len(trainings) > 1 else "")]
+    return [block for training in trainings for block in made(training, training.name if len(trainings) > 1 else "")]
 
 
 # --- headline ------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ def score_words(run: RunFiles) -> str:
 def best_trial(run: RunFiles) -> dict[str, Any]:
     """The best trial of a search."""
     trials = [mapping(one) for one in listing(run.search.get("trials"))]
-    return next((one for one in trials if one.get("number") == (run.search.get("best") or ())), {})
+    return next((trial for trial in trials if trial.get("number") == (run.search.get("best") or ())), {})
 
 
 def _spread(run: RunFiles) -> list[tuple[str, float, float]]:
@@ -251,7 +251,7 @@ def best_record(training: Training) -> dict[str, Any]:
 
 def _tiles(run: RunFiles) -> list[Tile]:
     tiles: list[Tile] = []
-    first = next((one for one in run.trainings if one.path.parent.name != "folds"), None)
+    first = next((training for training in run.trainings if training.path.parent.name != "folds"), None)
     if first is not None:
         tiles += [Tile(name=name, words=said, note=note) for name, said, note in speed_tiles(first)]
     if run.kind == RECIPE and (by := judged(run.scores, run.options.get("recipe"))) is not None:
@@ -293,7 +293,7 @@ def _phases(run: RunFiles) -> list[Block]:
         blocks.append(phases_chart(whole))
     if run.kind == SCRIPT and run.trainings:
         blocks += [phases_chart(parts)] if (parts := _script_phases(run.trainings[0])) else []
-    rest = [(one, parts) for one in run.trainings[:MOST_SHOWN] if (parts := phases_of(one))]
+    rest = [(training, parts) for training in run.trainings[:MOST_SHOWN] if (parts := phases_of(training))]
     if len(rest) == 1 and not blocks:
         return [phases_chart(rest[0][1])]
     if rest:
@@ -349,12 +349,12 @@ def _jobs(run: RunFiles) -> list[Block]:
     names = [name for name, *_ in _spread(run)]
     rows: list[tuple[Cell, ...]] = [
         (
-            one.name,
-            *(score(number(best_record(one).get(name))) for name in names),
-            seconds(number(one.ended.get("total_s"))),
-            words(one.ended.get("stopped") or "not ended"),
+            training.name,
+            *(score(number(best_record(training).get(name))) for name in names),
+            seconds(number(training.ended.get("total_s"))),
+            words(training.ended.get("stopped") or "not ended"),
         )
-        for one in run.trainings
+        for training in run.trainings
     ]
     return [Table(title="Trainings", head=("training", *names, "time", "ended"), rows=rows)]
 

@@ -15,7 +15,7 @@ def settings(run: RunFiles) -> list[Block]:
     """Plan, settings, versions and machine."""
     blocks: list[Block] = []
     first = run.trainings[0] if run.trainings else None
-    plans = [(one.name, plan_words(one)) for one in run.trainings if plan_words(one)]
+    plans = [(training.name, plan_words(training)) for training in run.trainings if plan_words(training)]
     if plans:
         blocks.append(Table(title="Plan at the end", head=("training", "plan at the end"), rows=plans))
     options = {name: value for name, value in run.options.items() if value not in ("", None, [])}

@@ -237,7 +237,7 @@ def _rules(rules: Mapping[str, Mapping[str, Any]], metric: str) -> list[tuple[st
 
 def _band(others: Sequence[Training], name: str) -> list[tuple[float, float, float]]:
     """The lowest and the highest of other trainings at the steps that all of them have."""
-    tables = [dict(points_of(one.history, name)) for one in others]
+    tables = [dict(points_of(other.history, name)) for other in others]
     tables = [table for table in tables if table]
     if not tables:
         return []
@@ -310,7 +310,7 @@ def _events(training: Training) -> list[tuple[float, str]]:
     tuned = next((entry for entry in entries if entry.kind == "tuned"), None)
     found = [(float(tuned.step), f"tuning ends at step {tuned.step:,}")] if tuned is not None else []
     faults = [entry for entry in entries if entry.outcome == "fault"][:8]
-    return found + [(float(one.step), f"{words(one.what)} at step {one.step:,}") for one in faults]
+    return found + [(float(fault.step), f"{words(fault.what)} at step {fault.step:,}") for fault in faults]
 
 
 # --- phases --------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ NAMES |= {"own_ram_bytes": "this training"}
 
 def usage(training: Training, name: str = "") -> list[Block]:
     """Charts of what was used, with the moments that matter."""
-    samples = [one for one in training.samples if number(one.get("at")) is not None]
+    samples = [sample for sample in training.samples if number(sample.get("at")) is not None]
     if len(samples) < 3:
         return bound(training)
     begin = number(samples[0].get("at")) or 0.0
@@ -60,7 +60,7 @@ def usage(training: Training, name: str = "") -> list[Block]:
         blocks += _chart(shown, series, samples, events)
     if not blocks:
         return []
-    gaps = sum(number(one.get("gap_s")) or 0.0 for one in samples)
+    gaps = sum(number(sample.get("gap_s")) or 0.0 for sample in samples)
     said = f"{len(samples):,} samples"
     said += f"; none for {show_seconds(gaps)}" if gaps else ""
     marked = "; ".join(f"{show_seconds(at)}: {what}" for at, what in events)
@@ -82,7 +82,7 @@ def _marks(marked: str) -> list[Block]:
 
 
 def _gpus(samples: Sequence[Mapping[str, Any]]) -> int:
-    return max((len(listing(one.get("gpus"))) for one in samples), default=0)
+    return max((len(listing(sample.get("gpus"))) for sample in samples), default=0)
 
 
 def _figures(sample: Mapping[str, Any], gpu: int | None) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def _figures(sample: Mapping[str, Any], gpu: int | None) -> dict[str, Any]:
 
 
 def _points(samples: Sequence[Mapping[str, Any]], begin: float, shown: _Shown, name: str, gpu: int | None) -> Points:
-    known = [(number(one.get("at")), number(_figures(one, gpu).get(name))) for one in samples]
+    known = [(number(sample.get("at")), number(_figures(sample, gpu).get(name))) for sample in samples]
     return [(at - begin, shown.scale * value) for at, value in known if at is not None and value is not None]
 
 
@@ -108,7 +108,7 @@ def _chart(
         return []
     lines = [Line(name=name, points=thinned(points), colour=at) for at, (name, points) in enumerate(series)]
     gpu = None if shown in HOST else 0
-    there = [found for one in samples if shown.most and (found := number(_figures(one, gpu).get(shown.most)))]
+    there = [found for sample in samples if shown.most and (found := number(_figures(sample, gpu).get(shown.most)))]
     rules = [("there is", shown.scale * max(there))] if there else []
     title = f"{shown.title} ({shown.unit})"
     picture = lines_picture(title, lines, unit="seconds", height=150, zero=True, rules=rules, events=events)
@@ -126,7 +126,7 @@ def _events(training: Training, samples: Sequence[Mapping[str, Any]], begin: flo
     entries = list(training.ledger) if training.ledger is not None else []
     moments = [(entry.step, "tuning ends") for entry in entries if entry.kind == "tuned"][:1]
     moments += [(entry.step, words(entry.what)) for entry in entries if entry.outcome == "fault"]
-    known = [(number(one.get("step")), number(one.get("at"))) for one in samples]
+    known = [(number(sample.get("step")), number(sample.get("at"))) for sample in samples]
     places = [(step, at - begin) for step, at in known if step is not None and at is not None]
     found = [
         (next((at for reached, at in places if reached >= step), None), what) for step, what in moments[:MOST_EVENTS]

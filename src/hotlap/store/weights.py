@@ -161,7 +161,7 @@ def build_with_weights(make: Callable[[], nn.Module], path: str | Path) -> nn.Mo
     Raises StoreError, before it allocates memory, if the model is many times larger than its weights.
     """
     weights = load_weights(path)
-    size, held = bytes_of(make), sum(one.numel() * one.element_size() for one in weights.values())
+    size, held = bytes_of(make), sum(weight.numel() * weight.element_size() for weight in weights.values())
     if size > MOST_BEYOND * held + MIB:
         raise StoreError(f"{path} has {show_bytes(held)} of weights, but its model would need {show_bytes(size)}")
     with _SkipRandomInit():
