@@ -285,7 +285,7 @@ class ContentKeys:
             inside = vars(layer)
             own = {k: self._form(v) for k, v in inside.items() if k not in _MODULE and k not in _COMPILED}
             tensors = [
-                (leaf, None if t is None else (self._form(t), t.requires_grad, *map(self._form, _hooks_on(t))))
+                (leaf, None if t is None else (self._form(t), t.requires_grad, *map(self._form, hooks_on(t))))
                 for leaf, t in (*layer._parameters.items(), *layer._buffers.items())
             ]
             hooks = [self._form(hook) for kind in HOOKS for hook in users_hooks(inside.get(kind))]
@@ -315,7 +315,7 @@ class ContentKeys:
 
     def _function(self, function: types.FunctionType) -> Any:
         code = function.__code__
-        cells = dict(_cells_of(function))
+        cells = dict(cells_of(function))
         # Of parsed arguments in a cell only what the code reads counts, see `_reads`.
         held = {name: self._form(part) for name, part in cells.items() if not isinstance(part, _SPACES)}
         if not is_users_function(function):
@@ -496,7 +496,8 @@ def _words(value: Any) -> Iterable[str]:
             yield from _words(pair)
 
 
-def _cells_of(function: types.FunctionType) -> Iterable[tuple[str, Any]]:
+def cells_of(function: types.FunctionType) -> Iterable[tuple[str, Any]]:
+    """The names that a function closes over, with their values as far as they have one."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
         try:
             yield name, cell.cell_contents
@@ -504,7 +505,8 @@ def _cells_of(function: types.FunctionType) -> Iterable[tuple[str, Any]]:
             continue
 
 
-def _hooks_on(tensor: Tensor) -> list[Any]:
+def hooks_on(tensor: Tensor) -> list[Any]:
+    """The user's hooks on a parameter or buffer."""
     late = getattr(tensor, "_post_accumulate_grad_hooks", None)
     return [*users_hooks(tensor._backward_hooks), *users_hooks(late)]
 

@@ -30,6 +30,8 @@ from hotlap.data.content_keys import (
     HOOKS,
     STEP_HOOKS,
     attributes_of,
+    cells_of,
+    hooks_on,
     name_of,
     optimizer_inside,
     tensor_text,
@@ -146,7 +148,7 @@ class Holdings:
                 if hooks := users_hooks(getattr(layer, kind, None)):
                     found[f"{name or 'its'} {kind.strip('_').replace('_', ' ')}"] = hooks
         for name, parameter in module.named_parameters():
-            if hooks := [*users_hooks(parameter._backward_hooks), *users_hooks(_late_hooks(parameter))]:
+            if hooks := hooks_on(parameter):
                 found[f"{name} hooks"] = hooks
         frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
         resting = [name for name, layer in module.named_modules() if not layer.training]
@@ -317,10 +319,6 @@ def _counts(part: Any, depth: int = 0) -> bool:
     return callable(part) or is_users(type(part).__module__)
 
 
-def _late_hooks(parameter: Tensor) -> Any:
-    return getattr(parameter, "_post_accumulate_grad_hooks", None)
-
-
 def _is_value(part: Any, depth: int = 0) -> bool:
     """Whether this is a number, text, tensor, or a short collection of them."""
     if isinstance(part, (list, tuple, set, frozenset)):
@@ -338,12 +336,7 @@ def _function_parts(function: types.FunctionType) -> dict[str, Any]:
     places = code.co_varnames[: code.co_argcount][code.co_argcount - len(defaults) :]
     found: dict[str, Any] = dict(zip(places, defaults, strict=False))
     found |= function.__kwdefaults__ or {}
-    cells = {}
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
-        try:
-            cells[name] = cell.cell_contents
-        except ValueError:  # it has no value yet
-            continue
+    cells = dict(cells_of(function))
     found |= {name: part for name, part in cells.items() if name != "__class__"}
     found |= {name: part for name, part in vars(function).items() if name != "__wrapped__" and _counts(part)}
     if is_users_function(function):

@@ -6,13 +6,11 @@ The process writes what it has seen to a file. `PlanProbe` runs the script under
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import gc
 import inspect
 import json
 import os
-import signal
 import sys
 import threading
 import time
@@ -36,6 +34,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from hotlap.core.errors import HotlapError, first_line
 from hotlap.core.plan import Feed, Numerics, Plan
 from hotlap.core.torch_private import LoaderIterator
+from hotlap.data.background_fetch import end_with
 from hotlap.data.batches import Batch, count_samples, map_tensors
 from hotlap.engine.blocks import Checkpointing, checkpointed_blocks
 from hotlap.engine.precision import precision_context
@@ -63,7 +62,6 @@ WARM = 3
 MOST_SHORT = 3
 """Most updates to skip before memory is counted: short ones at the end of an epoch, and those after an evaluation."""
 
-PR_SET_PDEATHSIG = 1
 SAVES: tuple[tuple[Any, str], ...] = (
     (torch, "save"),
     (vars(torch.jit).get("RecursiveScriptModule"), "save"),
@@ -682,15 +680,10 @@ def _widened(output: Tensor) -> Tensor:
 # --- the process itself ----------------------------------------------------------------------------------
 
 
-def end_with_parent() -> None:
-    """On Linux: end this process when its parent ends, whatever the script does."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
-
-
 def main(kind: type[ScriptWatch] = ScriptWatch) -> None:
     """Probe the script that the command line names, by a watch of this kind."""
-    end_with_parent()
+    if sys.platform == "linux":  # whatever the script does
+        end_with(os.getppid())
     settings = json.loads(sys.argv[1])
     words = sys.argv[2:]
     report = Path(settings.pop("report"))
