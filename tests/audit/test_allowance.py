@@ -18,7 +18,7 @@ from hotlap.script.session import Session, Settings
 from hotlap.script.tuning import ScriptGate
 from hotlap.tuner.budget import SpentError, allowed, check_allowed
 from hotlap.tuner.gates import Gate, Judgement
-from hotlap.tuner.moment import Windows
+from hotlap.tuner.moment import TrialWindows
 from hotlap.tuner.probe import CountingProbe
 
 
@@ -159,11 +159,11 @@ def test_bringing_windows_to_be_compared_stops_where_all_is_spent(monkeypatch):
     brought, real = [], Source.fetch
     monkeypatch.setattr(Source, "fetch", lambda source, *args: brought.append(args) or real(source, *args))
     with pytest.raises(SpentError), allowed(-1.0):
-        Windows(rig, rig.plan).bring(range(20))
+        TrialWindows(rig, rig.plan).bring(range(20))
     assert 1 <= len(brought) <= 2
     check_allowed()
     brought.clear()
-    Windows(rig, rig.plan).bring(range(20))
+    TrialWindows(rig, rig.plan).bring(range(20))
     assert len(brought) == 20
 
 

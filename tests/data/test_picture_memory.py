@@ -7,7 +7,7 @@ import pytest
 
 from hotlap.data import picture_memory
 from hotlap.data.picture_memory import PictureMemory, State, key_of
-from hotlap.machine.limits import Memory
+from hotlap.machine.limits import HostMemory
 
 A, B = key_of(b"a"), key_of(b"b")
 
@@ -93,7 +93,7 @@ def test_it_takes_no_more_than_its_share(memory):
 def test_it_stops_growing_when_the_machine_runs_short_of_memory(monkeypatch):
     free = [8 << 30]
     monkeypatch.setattr(
-        picture_memory, "read_memory", lambda: Memory(allowed_bytes=1 << 40, host_bytes=1 << 40, free_bytes=free[0])
+        picture_memory, "read_memory", lambda: HostMemory(allowed_bytes=1 << 40, host_bytes=1 << 40, free_bytes=free[0])
     )
     monkeypatch.setattr(picture_memory, "CHECKED", 4)
     memory = PictureMemory()

@@ -20,7 +20,7 @@ from hotlap.kit import start_size as catalogue
 from hotlap.kit.batch import BatchFound
 from hotlap.kit.bench import only_new_garbage, opened
 from hotlap.kit.samples import longest_in, size_of
-from hotlap.kit.search import Line, Search, Searched, Trial
+from hotlap.kit.search import MemoryLine, Searched, SizeSearch, Trial
 from hotlap.kit.start_size import StartSize, keep_measured, start_size
 
 
@@ -114,7 +114,7 @@ class Full(nn.Module):
 
 
 def test_out_of_memory_is_caught_and_the_largest_that_trains_is_found(monkeypatch):
-    monkeypatch.setattr(kit, "Search", lambda **how: Search(**{**how, "by_speed": False}))  # as on a GPU
+    monkeypatch.setattr(kit, "SizeSearch", lambda **how: SizeSearch(**{**how, "by_speed": False}))  # as on a GPU
     model = Full(77)
     found = hotlap.batch(job(model=model, optimizer=lambda p: torch.optim.Adam(p)), progress=False)
     assert found.largest.size == 77
@@ -303,7 +303,7 @@ def test_a_larger_model_of_a_kind_is_likened_to_a_larger_example():
 def test_what_was_measured_before_is_where_the_next_search_begins(cache):
     network, sample, _ = kinds()[catalogue.CONVOLUTIONS]
     kind = catalogue.kind_of_model(network, sample)
-    keep_measured(kind, "a T4", Line(bytes_a_sample=GIB, rest_bytes=3 * GIB))
+    keep_measured(kind, "a T4", MemoryLine(bytes_a_sample=GIB, rest_bytes=3 * GIB))
     begun = start_size(network, sample, 16 * GIB, "a T4")
     assert begun.size == 8  # of 13 that fit
     assert "1.0 GiB a sample were measured on a T4 before" in begun.why
@@ -315,7 +315,7 @@ def test_a_cache_that_cannot_be_used_stops_no_search(tmp_path, monkeypatch, capl
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "file"))
     network, sample, _ = kinds()[catalogue.CONVOLUTIONS]
-    keep_measured(catalogue.kind_of_model(network, sample), "a T4", Line(bytes_a_sample=1.0, rest_bytes=0.0))
+    keep_measured(catalogue.kind_of_model(network, sample), "a T4", MemoryLine(bytes_a_sample=1.0, rest_bytes=0.0))
     assert "a guess" in start_size(network, sample, 16 * GIB, "a T4").why
     assert "not a folder" in caplog.text
 

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotlap.kit.search import KNEE, Search, Searched, TooShortError, Trial, fastest, knee, line_through
+from hotlap.kit.search import KNEE, Searched, SizeSearch, TooShortError, Trial, fastest, knee, line_through
 
 
 def search(attempt, **how):
-    return Search(attempt=attempt, **how).run()
+    return SizeSearch(attempt=attempt, **how).run()
 
 
 def trials_of(limit=10**9, speed=lambda size: float(size), bytes_of=lambda size: size):
@@ -149,7 +149,7 @@ def test_a_training_that_is_over_too_soon_at_a_size_ends_the_search_with_what_wa
             raise TooShortError("mine is over after 5 updates with batch_size=400, too few to be timed")
         return Trial(size=size, samples_per_s=100.0 * size)
 
-    found = Search(attempt=attempt, start=50, most=10_000, room_bytes=1e9, by_speed=True).run()
+    found = SizeSearch(attempt=attempt, start=50, most=10_000, room_bytes=1e9, by_speed=True).run()
     assert [one.size for one in found.trials if one.samples_per_s][-1] == 200
     assert found.ended == "mine is over after 5 updates with batch_size=400, too few to be timed"
     assert not found.found_largest
@@ -160,7 +160,7 @@ def test_a_training_that_is_over_too_soon_as_it_is_says_so():
         raise TooShortError("mine is over after 5 updates, too few to be timed")
 
     with pytest.raises(TooShortError, match="over after 5 updates"):
-        Search(attempt=attempt, start=50, most=10_000, room_bytes=1e9, by_speed=True).run()
+        SizeSearch(attempt=attempt, start=50, most=10_000, room_bytes=1e9, by_speed=True).run()
 
 
 @given(limit=st.integers(40, 3000), fastest_at=st.integers(20, 3000))

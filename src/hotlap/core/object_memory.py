@@ -222,7 +222,7 @@ def generators_in(name: str, owner: Any) -> list[str]:
 # --- in memory ------------------------------------------------------------------------------------
 
 
-class Memory:
+class ObjectMemory:
     """What everything that can be reached from `roots` remembers now; `restore` puts it back without a trace."""
 
     def __init__(self, roots: Mapping[str, Any], own: Iterable[Any] = (), left: Left | None = None) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hotlap.core.errors import DataError
-from hotlap.core.object_memory import Changes, Memory
+from hotlap.core.object_memory import Changes, ObjectMemory
 
 
 def mix(*numbers: int) -> int:
@@ -308,7 +308,7 @@ class _SamplerOrder(Order):
         super().__init__(length, shuffled=False, **settings)
         self._sampler = sampler
         # Its counters and generators move with every epoch; a resume has to restore them.
-        self._first, self._changes = Memory({"sampler": sampler}), Changes({"sampler": sampler})
+        self._first, self._changes = ObjectMemory({"sampler": sampler}), Changes({"sampler": sampler})
         self._saved: list[Any] = []
 
     def sampler_state(self) -> Any:

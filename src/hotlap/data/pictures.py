@@ -43,7 +43,7 @@ from hotlap.machine.limits import read_cpu
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hotlap.store.cache import Cache, Entry
+    from hotlap.store.cache import Cache, CacheEntry
 
 Pixels = np.ndarray[Any, Any]
 Fit = Literal["stretch", "crop"]
@@ -360,7 +360,7 @@ def _cache_and_key(
         return None, "", str(error)
 
 
-def _cached(cache: Cache | None, key: str) -> Entry | None:
+def _cached(cache: Cache | None, key: str) -> CacheEntry | None:
     if cache is None:
         return None
     try:
@@ -370,7 +370,7 @@ def _cached(cache: Cache | None, key: str) -> Entry | None:
         return None
 
 
-def _from_entry(entry: Entry, digests: tuple[str, ...], began: float) -> Pictures:
+def _from_entry(entry: CacheEntry, digests: tuple[str, ...], began: float) -> Pictures:
     values = entry.values
     return Pictures(
         pixels=entry.tensors["pixels"],

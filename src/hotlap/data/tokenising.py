@@ -31,7 +31,7 @@ from hotlap.data.parallel import parallel_map
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hotlap.store.cache import Cache, Entry
+    from hotlap.store.cache import Cache, CacheEntry
 
 log = logger(__name__)
 
@@ -445,7 +445,7 @@ def _content(texts: list[str]) -> tuple[Any, ...]:
     return lengths, [key_of("".join(texts[at : at + CHUNK])) for at in range(0, len(texts), CHUNK)]
 
 
-def _cached(cache: Cache | None, key: str) -> Entry | None:
+def _cached(cache: Cache | None, key: str) -> CacheEntry | None:
     if cache is None:
         return None
     try:
@@ -455,7 +455,7 @@ def _cached(cache: Cache | None, key: str) -> Entry | None:
         return None
 
 
-def _from_entry(entry: Entry, began: float) -> Tokens:
+def _from_entry(entry: CacheEntry, began: float) -> Tokens:
     tensors, values = dict(entry.tensors), entry.values
     offsets = tensors.pop("offsets")
     return Tokens(

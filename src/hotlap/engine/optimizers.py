@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from hotlap.core.code_reads import is_users
 from hotlap.core.errors import TrainingError, first_line
-from hotlap.core.object_memory import Memory
+from hotlap.core.object_memory import ObjectMemory
 from hotlap.core.torch_private import (
     TorchDispatchMode,
     aten_local_scalar_dense,
@@ -154,7 +154,7 @@ def no_trace_of_twins(optimizer: Optimizer) -> Iterator[None]:
     Raises TrainingError where it cannot be: globals and class attributes belong to all objects of a user's class.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    memory = Memory({"optimizer": optimizer}, parameters) if is_users(type(optimizer).__module__) else None
+    memory = ObjectMemory({"optimizer": optimizer}, parameters) if is_users(type(optimizer).__module__) else None
     if memory is not None and memory.unknown:
         raise TrainingError(memory.unknown[0])
     randomness = Randomness(parameters[0].device if parameters else torch.device("cpu"))

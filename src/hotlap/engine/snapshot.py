@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hotlap.core.object_memory import Changes, Left, Memory, tensors_of
+from hotlap.core.object_memory import Changes, Left, ObjectMemory, tensors_of
 from hotlap.core.torch_private import DropoutBase, foreach_copy_
 from hotlap.data.order import HostRandomness
 from hotlap.engine.layout import laid_out_as
@@ -165,7 +165,7 @@ _BY_PLAN = ("_step_supports_amp_scaling", "_opt_called", "found_inf", "grad_scal
 """Attributes of an optimizer that depend on the current plan."""
 
 
-class PythonState(Memory):
+class PythonState(ObjectMemory):
     """Python attributes of modules and the optimizer, and everything that the user's functions can reach, at any depth.
 
     Parameters, buffers and the optimizer's state are kept elsewhere. So are dropout rates, which are changed on purpose

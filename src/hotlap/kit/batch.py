@@ -18,7 +18,7 @@ from hotlap.core.units import show_bytes, show_rate
 from hotlap.kit.bench import JobTrials, only_new_garbage, opened, room_on
 from hotlap.kit.probe import BEGINS_S, RUNS, ProbeRequest, ProbeResult, ScriptTrials, run_probe
 from hotlap.kit.savings import Trials
-from hotlap.kit.search import KNEE, Search, Searched, Trial, Try, fastest, knee
+from hotlap.kit.search import KNEE, Searched, SizeSearch, Trial, Try, fastest, knee
 from hotlap.kit.start_size import StartSize, keep_measured, start_size
 from hotlap.monitor.model_kind import kind_of_model
 from hotlap.script.running import Target
@@ -191,7 +191,7 @@ def batch_of_job(job: Job, *, name: str, most: int | None, seconds: float, say: 
             began = dataclasses.replace(guess, size=min(guess.size, most))
         say(f"batch      starts with {began.size:,}: {began.why}; {bench.most:,} samples, {room}")
         until = time.monotonic() + seconds
-        searched = Search(
+        searched = SizeSearch(
             attempt=_shown(JobTrials(bench), say),
             start=began.size,
             least=bench.least,
@@ -262,7 +262,7 @@ def batch_of_script(
     own, on_gpu = first.batch_size, first.device != "cpu"
     room = first.room_bytes if on_gpu else room_on(torch.device("cpu"))
     began = StartSize(size=own, why="that of the script")
-    searched = Search(
+    searched = SizeSearch(
         attempt=_shown(ScriptTrials(target, first, say), say),
         start=own,
         most=min(filter(None, (most, first.samples)), default=2**20),

@@ -46,7 +46,7 @@ class Trial:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class MemoryLine:
     """Memory as a line over the batch size: bytes a sample, and a rest."""
 
     bytes_a_sample: float
@@ -61,7 +61,7 @@ class Line:
         return max(1, int((room_bytes - self.rest_bytes) / self.bytes_a_sample))
 
 
-def line_through(fitting: Sequence[Trial]) -> Line | None:
+def line_through(fitting: Sequence[Trial]) -> MemoryLine | None:
     """The line through the smallest and the largest measured batch; with only one, through the rest.
 
     None if larger batches take no more memory.
@@ -74,7 +74,7 @@ def line_through(fitting: Sequence[Trial]) -> Line | None:
     else:
         size, low_bytes = low.size, low.taken_bytes
     slope = (high.taken_bytes - low_bytes) / (high.size - size)
-    return Line(bytes_a_sample=slope, rest_bytes=low_bytes - slope * size) if slope > 0 else None
+    return MemoryLine(bytes_a_sample=slope, rest_bytes=low_bytes - slope * size) if slope > 0 else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ class Searched:
         return max((trial for trial in self.trials if trial.trains), key=lambda one: one.size, default=None)
 
     @property
-    def line(self) -> Line | None:
+    def line(self) -> MemoryLine | None:
         """Measured memory over size; None if it does not grow, or with a single measured size."""
         measured = [trial for trial in self.trials if trial.trains]
         return line_through(measured) if len(measured) > 1 else None
@@ -130,7 +130,7 @@ Try = Callable[[int, bool], Trial]
 
 
 @dataclass(kw_only=True)
-class Search:
+class SizeSearch:
     """A search for the largest size that trains, which times others on the way."""
 
     attempt: Try

@@ -18,7 +18,7 @@ from hotlap.core.errors import HotlapError
 from hotlap.core.terminal import logger
 from hotlap.core.units import MIB, show_bytes
 from hotlap.data.batches import Batch
-from hotlap.kit.search import Line
+from hotlap.kit.search import MemoryLine
 from hotlap.monitor.model_kind import CONVOLUTIONS, DENSE, RECURRENT, TEXT, UNITS, VISION, Kind, kind_of_model
 from hotlap.store.cache import Cache
 from hotlap.store.keys import key_of
@@ -102,7 +102,7 @@ def start_size(model: nn.Module, sample: Batch, room_bytes: float, where: str) -
         return StartSize(size=size, why=why)
     example = example_of(kind)
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    line = Line(bytes_a_sample=example.bytes_at(kind.size), rest_bytes=WEIGHT_COPIES * weights)
+    line = MemoryLine(bytes_a_sample=example.bytes_at(kind.size), rest_bytes=WEIGHT_COPIES * weights)
     why = f"a guess for {where} from {example.name}, {show_bytes(line.bytes_a_sample)} a sample of {kind.sample}"
     return StartSize(size=_power(line.size_at(room_bytes)), why=why)
 
@@ -118,17 +118,17 @@ def _words(kind: Kind) -> str:
 # --- what was measured here ------------------------------------------------------------------------------
 
 
-def measured_before(kind: Kind, where: str) -> Line | None:
+def measured_before(kind: Kind, where: str) -> MemoryLine | None:
     """The measurement of an earlier search for such a model and samples on this GPU."""
     try:
         entry = Cache().get(KIND, _key(kind, where))
-        return None if entry is None else Line(**entry.values)
+        return None if entry is None else MemoryLine(**entry.values)
     except (HotlapError, OSError, TypeError, ValueError) as error:
         log.warning("cannot read the earlier measurement of a sample: %s", error)
         return None
 
 
-def keep_measured(kind: Kind, where: str, line: Line) -> None:
+def keep_measured(kind: Kind, where: str, line: MemoryLine) -> None:
     """Keep the measurement for the next search. A cache that fails stops nothing."""
     facts = {"kind": kind.name, "sample": kind.sample, "parameters": kind.parameters, "gpu": where}
     try:

@@ -16,7 +16,7 @@ from hotlap.machine.cuda import Cuda, Driver, DriverGpu, free_bytes, read_cuda, 
 from hotlap.machine.disk import DiskSpeed, Room, measure_disk, read_room
 from hotlap.machine.dtypes import run_kernel, times_as_long
 from hotlap.machine.host import battery_charge, swapped_bytes
-from hotlap.machine.limits import ROOT, Cpu, Memory, busy_share, read_cpu, read_memory
+from hotlap.machine.limits import ROOT, Cpu, HostMemory, busy_share, read_cpu, read_memory
 from hotlap.machine.runtimes import Runtime, read_runtime
 
 
@@ -93,7 +93,7 @@ class Machine:
     visible_devices: str | None
     """CUDA_VISIBLE_DEVICES; None where it is not set."""
     cpu: Cpu
-    memory: Memory
+    memory: HostMemory
     torch: str | None
     cuda: str | None
     """The CUDA version torch was built for; None for a CPU build."""

@@ -43,7 +43,7 @@ class Cpu:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
+class HostMemory:
     """Host memory as this process may use it."""
 
     allowed_bytes: int
@@ -79,7 +79,7 @@ def most_workers(cores: int | None = None) -> int:
     return max(8, WORKERS_A_CORE * (cores or read_cpu().cores))
 
 
-def read_memory(root: Path = ROOT) -> Memory:
+def read_memory(root: Path = ROOT) -> HostMemory:
     """The memory a process may fill before it is killed, and what of it is free now."""
     host, host_free = _host_memory(root)
     allowed, free = host, host_free
@@ -93,7 +93,7 @@ def read_memory(root: Path = ROOT) -> Memory:
         stat = dict(line.partition(" ")[::2] for line in _text(folder / "memory.stat").splitlines())
         cached = _whole(stat.get("total_inactive_file", stat.get("inactive_file", ""))) or 0
         free = min(free, max(0, limit - used + cached))
-    return Memory(allowed_bytes=allowed, host_bytes=host, free_bytes=min(free, allowed))
+    return HostMemory(allowed_bytes=allowed, host_bytes=host, free_bytes=min(free, allowed))
 
 
 def busy_share(seconds: float = 0.1) -> float:

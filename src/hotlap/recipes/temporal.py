@@ -346,7 +346,7 @@ class Answering(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Side:
+class SymbolSide:
     """One symbol's part of a split: features and labels, row by row, of windows that end in it."""
 
     values: Numbers
@@ -361,7 +361,7 @@ class Side:
 class Windowed:
     """The windows of all symbols that hotlap trains on, or that it holds out."""
 
-    def __init__(self, parts: Sequence[Side], length: int) -> None:
+    def __init__(self, parts: Sequence[SymbolSide], length: int) -> None:
         self.parts, self._length = parts, length
 
     @cached_property
@@ -379,7 +379,7 @@ class Windowed:
         return Windows(values, self._length, target=[side.labels for side in self.parts])
 
 
-def side_of(options: TemporalOptions, bars: Bars, known: Features, begin: int, end: int) -> Side | None:
+def side_of(options: TemporalOptions, bars: Bars, known: Features, begin: int, end: int) -> SymbolSide | None:
     """The windows of one symbol whose last bar lies between two rows, and has a label."""
     window = options.volatility or None
     labels = direction(bars, options.ahead, options.threshold, volatility_window=window)
@@ -392,7 +392,7 @@ def side_of(options: TemporalOptions, bars: Bars, known: Features, begin: int, e
         return None
     before = labels[np.maximum(np.arange(first, last) - options.ahead, 0)]
     rows = slice(first - options.length + 1, last)
-    return Side(
+    return SymbolSide(
         values=known.values[rows],
         labels=labels[rows],
         naive=np.where(before >= 0, before, 1),
@@ -412,7 +412,7 @@ def refuse_few(
     path: str,
     what: str,
     known: Sequence[tuple[Bars, Features]],
-    sides: Sequence[Side | None],
+    sides: Sequence[SymbolSide | None],
     frames: Sequence[int],
     say: Say | None,
 ) -> None:

@@ -30,7 +30,7 @@ from hotlap.store.keys import key_of
 from hotlap.store.manifest import Manifest, check_files, read_files, read_manifest, write_folder
 from hotlap.store.tensors import MOST_HEADER_BYTES, NAMES, tensor_pieces, tensors_from
 
-__all__ = ["Cache", "Damage", "Entry", "Item", "default_root", "key_of", "make_private"]
+__all__ = ["Cache", "CacheEntry", "Damage", "Item", "default_root", "key_of", "make_private"]
 
 log = logger(__name__)
 
@@ -87,7 +87,7 @@ class Cache:
         if os.path.lexists(self.root):
             refuse_shared(self.root)
 
-    def get(self, kind: str, key: str, *, on_disk: bool = False) -> Entry | None:
+    def get(self, kind: str, key: str, *, on_disk: bool = False) -> CacheEntry | None:
         """The entry, or None. hotlap removes a damaged entry with a warning and returns None.
 
         With `on_disk`, hotlap checks every byte, and tensors then read from disk on access.
@@ -115,7 +115,7 @@ class Cache:
 
     def put(
         self, kind: str, key: str, *, tensors: Arrays | None = None, values: Any = None, facts: Mapping[str, Any]
-    ) -> Entry:
+    ) -> CacheEntry:
         """Store an entry and return it as `get` would. A complete entry with this key stays as it is.
 
         `values` are texts, numbers, arrays, tensors, and lists, tuples and dicts of them; `facts` are JSON for
@@ -329,7 +329,7 @@ TENSORS, VALUES, INNER = "tensors.safetensors", "values.json", "values.safetenso
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class CacheEntry:
     """The stored content, checked byte for byte: arrays as arrays, tensors as tensors on the CPU."""
 
     kind: str
@@ -341,7 +341,7 @@ class Entry:
 
 def content_of(
     kind: str, key: str, tensors: Arrays, values: Any, facts: Mapping[str, Any]
-) -> tuple[dict[str, Iterable[Piece]], Entry]:
+) -> tuple[dict[str, Iterable[Piece]], CacheEntry]:
     """The files of an entry, and the entry as `get` returns it; StoreError names a value that no safe file can hold."""
     plain = {name: _as_tensor(name, value) for name, value in tensors.items()}
     inner: dict[str, Tensor] = {}
@@ -353,7 +353,7 @@ def content_of(
         raise
     except (TypeError, ValueError, RecursionError) as error:
         raise StoreError(f"the values cannot be stored: {error}") from None
-    entry = Entry(
+    entry = CacheEntry(
         kind=kind, key=key, tensors=_given_back(plain, arrays), values=decode(coded, inner), facts=dict(facts)
     )
     return {TENSORS: tensor_pieces(plain), VALUES: [text], INNER: tensor_pieces(inner)}, entry
@@ -361,7 +361,7 @@ def content_of(
 
 def content_from(
     kind: str, key: str, files: Mapping[str, bytes], facts: dict[str, Any], *, tensors: Path | None = None
-) -> Entry:
+) -> CacheEntry:
     """The entry in these files; StoreError if they are not those of an entry.
 
     If its tensors stay on disk, `tensors` is the path of their file, which is then not among `files`.
@@ -374,7 +374,7 @@ def content_from(
     try:
         arrays, coded = list(stored["arrays"]), stored["values"]
         values = decode(coded, inner)
-        return Entry(kind=kind, key=key, tensors=_given_back(found, arrays), values=values, facts=facts)
+        return CacheEntry(kind=kind, key=key, tensors=_given_back(found, arrays), values=values, facts=facts)
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise StoreError(f"{VALUES} does not have hotlap's format ({type(error).__name__})") from None
 

@@ -42,7 +42,7 @@ from hotlap.tuner.agreement import (
     shown_cosine,
     trained_alike,
 )
-from hotlap.tuner.moment import LEAST_UPDATES, MOST_UPDATES, Moment, Reference, Stepping, Windows, without_dropout
+from hotlap.tuner.moment import LEAST_UPDATES, MOST_UPDATES, Moment, Reference, Stepping, TrialWindows, without_dropout
 
 NEXT, BETWEEN, LAST = 3, 3, 2
 """Windows that are looked at: the next ones, some of the rest of the epoch, the last ones. A sample that is another in
@@ -277,7 +277,7 @@ class _Check:
         self._same_before = same
         self._is_precise = plan.numerics.precision == baseline.numerics.precision
         is_fed_alike = plan.feed == baseline.feed and plan.memory == baseline.memory
-        windows = moment.windows if is_fed_alike else Windows(rig, plan)
+        windows = moment.windows if is_fed_alike else TrialWindows(rig, plan)
         self._windows = None if plan.feed.kind == "resident" else windows
         self._trial = Stepping(rig, moment, plan, self._windows)
         self._steps = eagerly(plan)
@@ -315,7 +315,7 @@ class _Check:
         moment.windows.bring({*numbers, *steps})
         seen = self._windows
         if seen is None or plan.memory != own.memory:  # cut as the user's are, to be held against them
-            seen = Windows(self._rig, dataclasses.replace(plan, memory=own.memory))
+            seen = TrialWindows(self._rig, dataclasses.replace(plan, memory=own.memory))
         seen.bring({*numbers, *steps})
         return why_other_samples(moment.windows, seen, numbers, self._rig.device)
 

@@ -35,7 +35,7 @@ MOST_SETTLING = 20
 """Updates in which the scale of fp16 has to settle: from its start to 1 takes 16 that are left out."""
 
 
-class Windows:
+class TrialWindows:
     """Windows of the current epoch as a plan brings them, each brought once, by their numbers."""
 
     def __init__(self, rig: Rig, plan: Plan) -> None:
@@ -82,7 +82,7 @@ class Moment:
         """Windows in the epoch."""
         # Far enough from the end of the epoch for all that is compared; another place in the data is as good as this.
         self.first = min(rig.place.window, max(0, self.length - 1 - MOST_UPDATES))
-        self.windows = Windows(rig, baseline)
+        self.windows = TrialWindows(rig, baseline)
         """As the user's own plan brings them."""
         self._scale: Any = None
         if not rig.steps:
@@ -234,7 +234,7 @@ STEADY = 0.25
 class Stepping:
     """Updates from one moment under one plan."""
 
-    def __init__(self, rig: Rig, moment: Moment, plan: Plan, windows: Windows | None) -> None:
+    def __init__(self, rig: Rig, moment: Moment, plan: Plan, windows: TrialWindows | None) -> None:
         """Of these windows; None where the plan's own feed holds them on the device."""
         self._rig, self._moment, self._plan, self.windows = rig, moment, plan, windows
 
@@ -284,7 +284,7 @@ class Stepping:
 class Reference(Stepping):
     """Steps that others are held against; what they do from one moment is found out once."""
 
-    def __init__(self, rig: Rig, moment: Moment, plan: Plan, windows: Windows | None) -> None:
+    def __init__(self, rig: Rig, moment: Moment, plan: Plan, windows: TrialWindows | None) -> None:
         super().__init__(rig, moment, plan, windows)
         self.roundoff = roundoff(rig.modules, rig.device, plan.numerics.precision)
         self._through: dict[tuple[int, int], Outcome] = {}

@@ -103,7 +103,7 @@ class Trials:
 
     def __init__(self, rig: TunableTraining, gate: Judge, budget: Budget, baseline: Plan) -> None:
         self._rig, self._gate, self.budget, self._baseline = rig, gate, budget, baseline
-        self._memory = MemoryWatch(rig.device)
+        self._memory = TrialMemory(rig.device)
         self._coin = Random()  # seeded by the system: the generators of the user's are left alone
         self._laps: dict[Plan, list[Lap]] = {}
         """Of all plans that were timed."""
@@ -310,7 +310,7 @@ RESERVE = 0.05
 """Of the GPU's memory, what has to stay free."""
 
 
-class MemoryWatch:
+class TrialMemory:
     """Watches the device's memory while a plan is on trial; on a CPU there is nothing to see."""
 
     def __init__(self, device: torch.device) -> None:

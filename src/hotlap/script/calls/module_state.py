@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from hotlap.core.object_memory import Memory, tensors_of
+from hotlap.core.object_memory import ObjectMemory, tensors_of
 from hotlap.data.order import HostRandomness
 from hotlap.engine.snapshot import generator_of, twin_of
 
@@ -43,7 +43,7 @@ class ModuleState:
             {name: (buffer, _copied(buffer)) for name, buffer in layer._buffers.items()} for layer in self._layers
         ]
         self._grads = [(parameter, parameter.grad) for parameter in module.parameters()]
-        self._memory = Memory({"module": module}, tensors_of([module]))
+        self._memory = ObjectMemory({"module": module}, tensors_of([module]))
         self._host = HostRandomness()
         self._drawn = GeneratorState(generator_of(device)) if device.type == "cuda" else None
 

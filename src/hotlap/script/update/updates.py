@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hotlap.core.errors import first_line
-from hotlap.core.object_memory import Memory
+from hotlap.core.object_memory import ObjectMemory
 from hotlap.core.torch_private import is_multithreading_enabled, set_multithreading_enabled, step_post_hooks_of_all
 from hotlap.engine.capture.recording import Recorder
 from hotlap.engine.layout import BufferPool
@@ -508,10 +508,10 @@ def _set_aside(optimizer: Optimizer) -> Iterator[_SavedWeights]:
                 tensor.copy_(aside.weights[name])
 
 
-def memory_of(optimizer: Optimizer) -> Memory:
+def memory_of(optimizer: Optimizer) -> ObjectMemory:
     """Everything that an optimizer remembers besides its parameters: state, settings of its groups, attributes."""
     roots = {"optimizer": optimizer, "groups": optimizer.param_groups, "state": list(optimizer.state.values())}
-    return Memory(roots, [parameter for _, parameter in _named(optimizer)])
+    return ObjectMemory(roots, [parameter for _, parameter in _named(optimizer)])
 
 
 def _named(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
