@@ -399,3 +399,27 @@ def test_a_larger_call_is_rehearsed_though_many_smaller_ones_went_through(rescue
     assert len(Steep.made) == 22  # the first two were rehearsed
     model(torch.ones(8, 4))
     assert len(lines) == 1
+
+
+def test_calls_are_whole_again_once_memory_has_returned_and_a_try_that_fails_is_cut_again(rescued, monkeypatch):
+    monkeypatch.setattr("hotlap.script.out_of_memory.WAIT", 4)
+    monkeypatch.setattr(Steep, "most", 4)
+    (model, lines), x = rescued(2**20), torch.ones(8, 4)
+    monkeypatch.setattr("hotlap.script.out_of_memory._is_tight", lambda module, held: True)
+
+    def calls(count):
+        for _ in range(count):
+            model(x).sum().backward()
+        return [line.split(" in the backward")[0].removeprefix("the forward pass of Net runs ") for line in lines]
+
+    cut, whole = "in 2 pieces, computed again", "whole again, since memory has returned"
+    assert calls(12) == [cut]
+    rescued(2**30)
+    assert calls(4) == [cut, whole, cut]  # it fits no better
+    rescued(2**34)
+    assert calls(4) == [cut, whole, cut]  # and the next try waits for 8 calls
+    monkeypatch.setattr(Steep, "most", 8)
+    assert calls(8) == [cut, whole, cut, whole]
+    Steep.made.clear()
+    calls(1)
+    assert set(Steep.made) == {8}

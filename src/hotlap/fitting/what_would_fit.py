@@ -47,9 +47,9 @@ def what_would_fit(rig: Rig, window: Window) -> list[str]:
         log.info("what would fit cannot be counted: %s", first_line(error))
         return []
     width = max((len(line) for _, line in found), default=0)
+    end = "with one of these changes it would fit:" if found else "no single change makes it fit: use a smaller model"
     return [
-        f"at least {show_bytes(update.peak_bytes)} are needed, {show_bytes(room)} can be had"
-        + ("; with one of these changes it would fit:" if found else "; no single change would make it fit"),
+        f"at least {show_bytes(update.peak_bytes)} are needed, {show_bytes(room)} can be had; {end}",
         *(
             f"{line:<{width}}  {show_bytes(one.predicted_bytes or 0)}, {one.what}{one.changes and f' ({one.changes})'}"
             for one, line in found

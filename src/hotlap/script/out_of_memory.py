@@ -19,7 +19,7 @@ from hotlap.core.errors import TrainingError, first_line
 from hotlap.core.terminal import logger
 from hotlap.core.torch_private import dispatch_mode_count, frame_callback, or_none, peek_interpreter_stack
 from hotlap.engine.step import is_out_of_memory, let_go_of_frames
-from hotlap.machine.memory_shortage import free_bytes, held_bytes, release_unused, shortage
+from hotlap.machine.memory_shortage import free_bytes, has_returned, held_bytes, release_unused, shortage
 from hotlap.script.calls.call import is_checkpointed
 from hotlap.script.calls.module_state import ModuleState
 from hotlap.script.calls.pieces import batch_of, fits, in_pieces, rehearse_backward, why_not_in_pieces
@@ -30,6 +30,8 @@ log = logger(__name__)
 TRIES = 2
 """Calls of the largest size so far that have to go through before hotlap no longer notes the state before them: at the
 first there is no state of the optimizer yet."""
+WAIT = 32
+"""Calls in pieces until memory is read again, to see whether it has returned; twice as many after each try."""
 NOTED = 8
 """Calls of a module that have to go through before only their errors are looked at."""
 
@@ -46,6 +48,9 @@ class _Known:
         """The smallest size that ran out of memory."""
         self.pieces = 0
         """The pieces that this size needs."""
+        self.free_bytes = self.in_pieces = 0
+        """What was free when memory ran out, and calls in pieces since it was read last."""
+        self.wait = WAIT
         self.may_be_cut: bool | None = None
         """Whether such calls can be made in pieces; None until memory was tight."""
 
@@ -59,6 +64,18 @@ class _Known:
             self.failed, self.pieces = size, pieces
         else:
             self.pieces = -(-pieces * self.failed // size)
+
+    def fits_again(self, device: torch.device) -> bool:
+        """Whether calls may be whole from here on, since memory has returned; asked before each call in pieces."""
+        self.in_pieces += 1
+        if self.in_pieces < self.wait:
+            return False
+        self.in_pieces = 0
+        if not has_returned(self.free_bytes, free_bytes(device), None):
+            return False
+        self.wait *= 2
+        self.fitted, self.times, self.calls, self.failed, self.pieces = -1, 0, 0, None, 0
+        return True
 
     def pieces_for(self, size: int) -> int:
         """In how many pieces to make a call of this size; 0 for whole."""
@@ -162,6 +179,9 @@ class ForwardRescue:
         if known is None:
             return original(*args, **kwargs)
         pieces, held = known.pieces_for(size), 0
+        if pieces and known.fits_again(_device_of(module)):
+            pieces = 0
+            self._note(f"the forward pass of {type(module).__name__} runs whole again, since memory has returned")
         if not pieces and (size > known.fitted or (size == known.fitted and known.times < TRIES)):
             before, held = _state_of(module), held_bytes(_device_of(module))
         try:
@@ -278,6 +298,7 @@ class ForwardRescue:
         """The outputs of a call in 2, 4, 8, … pieces, from what is known on. Raises TrainingError where none help."""
         device, samples, size = _device_of(module), batch_of(args, kwargs), _size(args, kwargs)
         release_unused(device)
+        known.free_bytes, known.in_pieces = free_bytes(device), 0
         pieces = 2 * known.pieces_for(size)
         if not pieces:
             if (reason := why_not_in_pieces(module, original, args, kwargs, device)) is not None:
