@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,6 @@ from hotlap.core.terminal import say
 
 OWN_PROCESS = "own process"
 """The object of a command's context where the process runs that command alone."""
-
-
-def _age_s() -> float:
-    """Seconds since the process began: a deadline counts the imports too."""
-    import psutil
-
-    return max(0.0, time.time() - psutil.Process().create_time())
 
 
 def register(app: typer.Typer) -> None:
@@ -59,6 +51,7 @@ def train(
 ) -> None:
     """Train a recipe on a file: --data FILE --target COLUMN. `hotlap train text --help` lists all options of text."""
     from hotlap.core.errors import JobError, UsageError
+    from hotlap.machine.host import process_age_s
     from hotlap.recipes import recipe_named
     from hotlap.recipes.options import calling_of, from_words, options_of, recipe_in
     from hotlap.recipes.recipe import only_warnings
@@ -81,7 +74,7 @@ def train(
         retrain=retrain or calling.retrain,
         say=only_warnings(say) if quiet else say,
         progress=not quiet,
-        used_s=_age_s() if context.obj == OWN_PROCESS else 0.0,
+        used_s=process_age_s() if context.obj == OWN_PROCESS else 0.0,
     )
     if as_json or calling.json:
         show_json(json.loads((folder / REPORT).read_text(encoding="utf-8")), indent=1)

@@ -1,9 +1,10 @@
-"""Two conditions of the host that slow everything down: it runs on its battery, or it swaps."""
+"""Two conditions of the host that slow everything down, a battery and swapping; and the age of this process."""
 
 from __future__ import annotations
 
 import os
 import re
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -14,6 +15,13 @@ from hotlap.machine.problems import Problem, Severity
 
 SWAPS: Final = 2 * MIB
 """Bytes a second, in and out of swap, from which on a host swaps: it moves a page now and then anyway."""
+
+
+def process_age_s() -> float:
+    """Seconds since this process began: a user waits for its imports too."""
+    import psutil
+
+    return max(0.0, time.time() - float(psutil.Process().create_time()))
 
 
 def battery_charge() -> float | None:

@@ -10,7 +10,7 @@ add its name to `NAMES`. Read first:
 | files | what is in them |
 | --- | --- |
 | `training`, `options` | `hotlap train`: every model trained and scored, the best kept, everything written down |
-| `time_plan` | `--finish-in`: what of all that fits into the time |
+| `time_plan` | `--finish-in`: what of all that fits into the time, and what it went to |
 | `profiles` | `--profile`: the time that is expected, and what earlier runs scored |
 | `answers`, `calls` | `hotlap predict`, and the same from Python |
 | `scores`, `onnx_files` | scores and thresholds, ONNX |

@@ -1,11 +1,17 @@
-"""What of a recipe's run fits into its time: models share it, folds get what they leave, predictions always fit."""
+"""What of a recipe's run fits into its time, and what that went to.
+
+Models share the time, folds get what they leave, predictions always fit.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
+from hotlap.core.terminal import Say, clean
 from hotlap.core.units import show_seconds
 from hotlap.fitting.deadline import MARGIN, TimeLimit
 
@@ -17,6 +23,8 @@ LEAST_S = 5.0
 """A model that would have less time is left out, while there is another one."""
 ONNX_S = 15.0
 """For a model as ONNX; torch takes most of it to load what it exports with."""
+MOST_LINES, LONGEST_LINE = 60, 300
+"""Lines that a report keeps of what a recipe said, and their longest."""
 T = TypeVar("T")
 
 
@@ -97,3 +105,31 @@ class TimePlan:
             return
         seconds, now = max(0.1, seconds), self.limit.until_s - self.limit.left_s
         self.share = TimeLimit(seconds, now + seconds, evaluations_after=1 + self._test_share)
+
+
+class Phases:
+    """Seconds of a run by phase, in their order, and what the recipe said of its data: for the report."""
+
+    def __init__(self, start_s: float = 0.0) -> None:
+        """`start_s` is what the start of the process took."""
+        self.seconds: dict[str, float] = {"start": start_s} if start_s else {}
+        self.said: list[str] = []
+
+    @contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        """Count what happens inside as this phase."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+
+    def listening(self, say: Say) -> Say:
+        """Says the same, and keeps the first lines."""
+
+        def said(line: str) -> None:
+            if len(self.said) < MOST_LINES:
+                self.said.append(clean(line[:LONGEST_LINE]))
+            say(line)
+
+        return said

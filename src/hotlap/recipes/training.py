@@ -30,12 +30,11 @@ from hotlap.machine.device import choose_device
 from hotlap.recipes import onnx_files, recipe_named
 from hotlap.recipes.answers import FORMAT, MODEL, STATE, answer, answers_of, command_of, revived
 from hotlap.recipes.options import OPTIONS, Options, as_file, exists, is_file, options_of, recipe_in
-from hotlap.recipes.phases import Phases
 from hotlap.recipes.profiles import Known, expected_line
 from hotlap.recipes.recipe import Candidate, Fold, Numbers, OwnCandidate, Prepared, Reader, Say, Trained, Trainer
 from hotlap.recipes.scores import Judge, Report, Threshold, check_installed, judge_for, report_lines
 from hotlap.recipes.tabular import TabularRecipe
-from hotlap.recipes.time_plan import TimePlan
+from hotlap.recipes.time_plan import Phases, TimePlan
 from hotlap.report import write_report as write_page
 from hotlap.report.rendering import PAGE
 from hotlap.searching.search import FILE as SEARCH

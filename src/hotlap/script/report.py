@@ -20,6 +20,7 @@ from hotlap.core.table import Row, as_json, rows, table
 from hotlap.core.terminal import columns, say
 from hotlap.core.units import show_seconds
 from hotlap.fitting.record import without_secrets
+from hotlap.machine.host import process_age_s
 from hotlap.report import write_report
 from hotlap.script.idle import TrainingSummary
 from hotlap.store.run_folder import RunFolder
@@ -59,7 +60,7 @@ class Report:
         self.conditions: list[str] = []
         """What held the host up meanwhile, a line each."""
         torch_s = settings.torch_s
-        age_s = _process_age_s() if torch_s is not None else 0.0
+        age_s = process_age_s() if torch_s is not None else 0.0
         self._began, self._start_s = time.perf_counter() - age_s, max(0.0, age_s - (torch_s or 0.0))
 
     def fault(self, error: Exception) -> None:
@@ -198,13 +199,6 @@ def _named(file: str | None) -> dict[str, str]:
     except OSError:  # a folder or a zip file with a __main__.py
         return {}
     return {"file": str(Path(file or "").absolute()), "sha256": hashlib.sha256(content).hexdigest()}
-
-
-def _process_age_s() -> float:
-    """Seconds since this process began; imports are part of what a user waits for."""
-    import psutil
-
-    return max(0.0, time.time() - float(psutil.Process().create_time()))
 
 
 def headline(ledgers: Sequence[Ledger], took_s: float, *, start_s: float = 0.0, is_fixed: bool = False) -> str:
