@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -19,6 +18,7 @@ from typing import Final, NoReturn
 import torch
 from torch import Tensor
 
+from hotlap.core.warning_filters import filtered
 from hotlap.machine.limits import read_cpu
 
 Fetch = Callable[[Sequence[int]], list[Tensor]]
@@ -137,8 +137,7 @@ class BackgroundFetch:
         parent, collects = os.getpid(), gc.isenabled()
         gc.disable()  # a forked process must not release what belongs to CUDA
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+            with filtered(category=DeprecationWarning):  # of forks beside threads
                 pid = os.fork()
             if pid == 0:
                 self._lead(fetch, parent)

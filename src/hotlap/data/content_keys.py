@@ -18,7 +18,6 @@ import random
 import re
 import sys
 import types
-import warnings
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -46,6 +45,7 @@ from hotlap.core.code_reads import (
     variables_read,
     words_in,
 )
+from hotlap.core.warning_filters import filtered
 from hotlap.machine.limits import read_cpu
 from hotlap.store.keys import bytecode, key_of
 
@@ -469,8 +469,7 @@ def users_hooks(hooks: Any) -> list[Any]:
 @functools.cache
 def optimizer_inside() -> frozenset[str]:
     """The attributes that every optimizer has, or that schedules and the plan write."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with filtered():
         plain = torch.optim.Adam([torch.zeros(1)])
     of_schedules = ("_opt_called", "_step_count", "step", "_warned_capturable_if_run_uncaptured")
     of_plans = ("_step_supports_amp_scaling", "found_inf", "grad_scale")

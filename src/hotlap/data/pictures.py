@@ -15,7 +15,6 @@ import shutil
 import stat
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -37,6 +36,7 @@ from hotlap.core.errors import (
 )
 from hotlap.core.terminal import logger
 from hotlap.core.units import MIB, show_bytes, show_seconds
+from hotlap.core.warning_filters import filtered
 from hotlap.data.parallel import parallel_map
 from hotlap.machine.limits import read_cpu
 
@@ -109,8 +109,7 @@ def read_file(path: Path) -> bytes:
 def decode_square(content: bytes, size: int, fit: Fit = "stretch") -> Pixels:
     """An RGB picture as uint8 of (3, size, size), rotated upright; BrokenError says why it cannot be decoded."""
     library = pillow()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # for damaged metadata, and for many pixels, which `_opened` counts
+    with filtered():  # for damaged metadata, and for many pixels, which `_opened` counts
         try:
             image, turn = _opened(library, content, size)
             plain = _in_colours(library, image)

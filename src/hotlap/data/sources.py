@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import sys
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -23,6 +22,7 @@ from torch.utils.data import default_collate
 from hotlap.core.data_checks import named_columns
 from hotlap.core.errors import DataError
 from hotlap.core.units import MIB
+from hotlap.core.warning_filters import filtered
 from hotlap.data.bad_samples import LeftOut, Thinned, why_left_out
 from hotlap.data.batches import Batch, map_tensors
 from hotlap.data.order import HOST_GENERATORS, HostGenerator, mix
@@ -434,9 +434,8 @@ def as_tensor(column: Tensor | np.ndarray[Any, Any]) -> Tensor:
         return column.detach()
     if not column.dtype.isnative or any(stride < 0 for stride in column.strides):
         column = np.ascontiguousarray(column, dtype=column.dtype.newbyteorder("="))
-    with warnings.catch_warnings():
-        # Read-only arrays (memory maps) are fine: batches are copies.
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writ")
+    # Read-only arrays (memory maps) are fine: batches are copies.
+    with filtered(message="The given NumPy array is not writ"):
         return torch.from_numpy(column)
 
 

@@ -13,10 +13,9 @@ import shutil
 import sys
 import threading
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from types import FunctionType
 from typing import Any
 
@@ -36,6 +35,7 @@ from hotlap.core.torch_private import (
     or_none,
 )
 from hotlap.core.units import show_seconds
+from hotlap.core.warning_filters import filtered
 from hotlap.data.batches import Batch
 from hotlap.engine.blocks import repeated_blocks
 from hotlap.engine.capture.captured_step import BatchError, shape_of, signature
@@ -376,7 +376,7 @@ class CompilerWatch:
         """Pieces of code that the compiler has started on."""
         self._spent_s = 0.0
         self._alarm = Alarm()
-        self._quiet: warnings.catch_warnings[None] | None = None
+        self._quiet = ExitStack()
 
     def __enter__(self) -> CompilerWatch:
         from hotlap.core.torch_private import compile_counters, compile_handler, dynamo_config
@@ -423,9 +423,7 @@ class CompilerWatch:
         self.compiles += 1
         self._began = time.perf_counter()
         # Parts of torch warn of things that no user can change. If warnings are errors, nothing would compile.
-        self._quiet = warnings.catch_warnings()
-        self._quiet.__enter__()
-        warnings.simplefilter("ignore")
+        self._quiet.enter_context(filtered())
         self._alarm.set(max(1e-3, MOST_S - self._spent_s))
 
     def _ends(self, _: Any) -> None:
@@ -434,9 +432,7 @@ class CompilerWatch:
 
     def _clear_alarm(self) -> None:
         self._alarm.clear()
-        if self._quiet is not None:
-            self._quiet.__exit__(None, None, None)
-            self._quiet = None
+        self._quiet.close()
 
 
 def _is_compilers(error: BaseException) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,6 +16,7 @@ from hotlap import machine
 from hotlap.core.plan import Execution, Numerics
 from hotlap.core.torch_private import get_mkldnn_enabled, set_mkldnn_enabled
 from hotlap.core.tricks import ATTENTION_MASKS
+from hotlap.core.warning_filters import filtered
 from hotlap.engine.assists.attention import GoodMasks, WithoutPoorMasks
 from hotlap.engine.capture.fingerprint import INSIDE
 from hotlap.engine.depthwise import compile_kernels, depthwise_directly, depthwise_kinds
@@ -215,8 +215,6 @@ def _is_emulated(precision: str, device: torch.device) -> bool:
 @cache
 def _autocasts(kind: str, dtype: torch.dtype) -> bool:
     """Whether autocast computes in this dtype. Where it cannot, torch only warns and computes in fp32."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with torch.autocast(kind, dtype=dtype):
-            ones = torch.ones(2, 2, device=kind)
-            return (ones @ ones).dtype is dtype
+    with filtered(), torch.autocast(kind, dtype=dtype):
+        ones = torch.ones(2, 2, device=kind)
+        return (ones @ ones).dtype is dtype

@@ -6,13 +6,13 @@ No question to the driver raises: where the driver, its library or one question 
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hotlap.core.errors import first_line
+from hotlap.core.warning_filters import recorded
 
 if TYPE_CHECKING:
     import torch
@@ -194,8 +194,7 @@ def read_cuda() -> Cuda:
     in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     gpus: tuple[CudaGpu, ...] = ()
     error_line: str | None = None
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded() as warned:
         try:
             if torch.cuda.is_available():
                 gpus = tuple(cuda_gpu(index) for index in range(torch.cuda.device_count()))
@@ -203,8 +202,8 @@ def read_cuda() -> Cuda:
                 torch.cuda.init()  # type: ignore[no-untyped-call]
         except Exception as error:
             error_line = first_line(error)
-    if error_line is None and not gpus and caught:
-        error_line = str(caught[0].message).strip().splitlines()[0]
+    if error_line is None and not gpus and warned:
+        error_line = warned[0].strip().splitlines()[0]
     return Cuda(
         torch=torch.__version__,
         build=build,

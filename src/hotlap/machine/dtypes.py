@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -11,6 +10,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Final
 
 from hotlap.core.errors import first_line
+from hotlap.core.warning_filters import filtered
 from hotlap.machine.tf32 import Tf32
 
 if TYPE_CHECKING:
@@ -165,8 +165,7 @@ def run_kernel(device: torch.device | str, dtype: str) -> str | None:
     right = torch.randn(_SIDE, _SIDE, generator=draw, dtype=torch.float64)
     try:
         # torch warns at length about a GPU without kernels; the caller does so in a line.
-        with warnings.catch_warnings(), Tf32(dtype == "tf32", convolutions=False), torch.no_grad():
-            warnings.simplefilter("ignore")
+        with filtered(), Tf32(dtype == "tf32", convolutions=False), torch.no_grad():
             product = left.to(device, number) @ right.to(device, number)
             # Coming back to the host waits for the kernel: errors of the launch surface here.
             result = product.to("cpu", torch.float64)

@@ -68,7 +68,7 @@ def versions(machine: Machine) -> dict[str, str | None]:
         "driver_cuda": machine.driver_cuda,
         "triton": _installed("triton"),
         "numpy": _installed("numpy"),
-        "os": platform.platform(),
+        "os": f"{platform.system()}-{platform.release()}",  # `platform.platform` starts a process
         "machine": platform.machine(),
     }
 

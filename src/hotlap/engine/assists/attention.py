@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import math
 import time
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -34,6 +33,7 @@ from hotlap.core.torch_private import (
     set_cudnn_attention,
     torchs_attention,
 )
+from hotlap.core.warning_filters import filtered
 from hotlap.engine.capture.recording import NotRecordedError, Recorder, intended_wait, is_observed, is_recording
 
 NAMES = {
@@ -488,12 +488,11 @@ def without_a_trace(device: torch.device) -> Iterator[None]:
     try:
         with (
             intended_wait(),
-            warnings.catch_warnings(),
+            filtered(),
             DisableTorchFunction(),
             # Autocast must not cache its casts of these temporary leaves.
             torch.autocast(kind, dtype=dtype, enabled=is_on, cache_enabled=False),
         ):
-            warnings.simplefilter("ignore")
             yield
     finally:
         generator.set_state(state)

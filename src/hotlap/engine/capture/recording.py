@@ -11,7 +11,7 @@ import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from hotlap.core.torch_private import (
     top_saved_tensors_hooks,
 )
 from hotlap.core.units import show_seconds
+from hotlap.core.warning_filters import filtered
 from hotlap.data.order import HostRandomness
 from hotlap.engine.capture.fingerprint import memory, what_changed
 from hotlap.engine.time_limit import TooLongError, at_most
@@ -74,12 +75,10 @@ class Watch:
             register_module_forward_pre_hook(self._before_forward),
             register_module_forward_hook(self._after_forward),
         ]
-        self._caught = warnings.catch_warnings()
-        self._caught.__enter__()
-        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
-        warnings.filterwarnings("always", message=_WAITED)
-        self._shown = warnings.showwarning
-        warnings.showwarning = self._on_warning
+        self._filters = ExitStack()
+        self._filters.enter_context(filtered(message="Synchronization debug mode is a prototype"))
+        self._filters.enter_context(filtered("always", message=_WAITED))
+        self._shown, warnings.showwarning = warnings.showwarning, self._on_warning
         if self._on_gpu:
             self._mode = torch.cuda.get_sync_debug_mode()
             torch.cuda.set_sync_debug_mode("warn")
@@ -89,7 +88,8 @@ class Watch:
         self._watcher = None
         if self._on_gpu:
             torch.cuda.set_sync_debug_mode(self._mode)
-        self._caught.__exit__(None, None, None)
+        warnings.showwarning = self._shown
+        self._filters.close()
         for hook in self._hooks:
             hook.remove()
         if kind is None:
@@ -334,8 +334,7 @@ class Recorder:
                 try:
                     _in_time(work)
                 except BaseException:
-                    with suppress(RuntimeError), warnings.catch_warnings():
-                        warnings.simplefilter("ignore")  # for example that the graph is empty
+                    with suppress(RuntimeError), filtered():  # for example that the graph is empty
                         graph.capture_end()
                     raise
                 graph.capture_end()
