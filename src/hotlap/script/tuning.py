@@ -46,7 +46,7 @@ from hotlap.tuner.known import KnownPlans
 from hotlap.tuner.laps import Lap
 from hotlap.tuner.moment import roundoff, without_dropout
 from hotlap.tuner.probe import Probe
-from hotlap.tuner.tuner import Replay, Tuner
+from hotlap.tuner.tuner import PlanChooser, Replay, Tuner
 
 FEW_WINDOWS = 32
 """Up to so many batches an epoch, laps are whole short epochs: what a script saves or shows once an epoch takes as long
@@ -73,7 +73,7 @@ class ScriptTuning:
         self._paused_from: float | None = None
         self._quiet_steps = self._unreported = 0
         """Steps until the tuner needs the next report, and steps since the last one."""
-        self._tuner: Tuner | Replay | None = None
+        self._tuner = PlanChooser()
         training.write_down("start", "chosen", "the script's own plan")
         if plan in (None, "auto"):
             self._tuner = Tuner(
@@ -101,24 +101,23 @@ class ScriptTuning:
     @property
     def plan(self) -> Plan:
         """The best plan so far."""
-        return self._tuner.plan if self._tuner is not None else self.training.plan
+        return self._tuner.plan or self.training.plan
 
     @property
     def looks_at_calls(self) -> bool:
         """Whether the session must see module calls, to change or compare them."""
-        compares = isinstance(self._tuner, Tuner) and self._tuner.looks_soon and not self._quiet_steps
-        return compares or self.training.computes_otherwise
+        return (self._tuner.looks_soon and not self._quiet_steps) or self.training.computes_otherwise
 
     @property
     def has_nothing_to_do(self) -> bool:
         """Whether the script's own plan is in force for good."""
-        is_over = self._tuner is None or (isinstance(self._tuner, Tuner) and self._tuner.done)
+        is_over = self._tuner.done and not isinstance(self._tuner, Replay)
         return is_over and self.plan == self.training.plan == self.training.own
 
     @property
     def idle_updates(self) -> int:
         """Updates until there is something to do, if the script's own plan is in force until then; else 0."""
-        idle = self._tuner.idle_updates if isinstance(self._tuner, Tuner) else 0
+        idle = self._tuner.idle_updates
         return idle if idle and self.plan == self.training.plan == self.training.own else 0
 
     @property
@@ -128,7 +127,7 @@ class ScriptTuning:
 
     @property
     def is_searching(self) -> bool:
-        return isinstance(self._tuner, Tuner) and self._tuner.is_trying
+        return self._tuner.is_trying
 
     def ignores(self, proxy: LoaderProxy) -> bool:
         """Whether this batch needs no report: it belongs to the loop, and the tuner waits."""
@@ -140,10 +139,9 @@ class ScriptTuning:
         if not is_of_loop:
             self.evaluation_feed.batch_given(proxy, seconds)
         elif self._paused_from is not None:
-            if isinstance(self._tuner, Tuner):
-                self._tuner.paused(max(0.0, asked - self._paused_from))
+            self._tuner.paused(max(0.0, asked - self._paused_from))
             self._paused_from = None
-        if is_of_loop and isinstance(self._tuner, Tuner):
+        if is_of_loop:
             self._tuner.fed(seconds)
 
     def epoch_began(self, proxy: LoaderProxy) -> None:
@@ -179,10 +177,7 @@ class ScriptTuning:
 
     def stepped(self, optimizer: Optimizer) -> None:
         """An optimizer of the loop made a step."""
-        if not self.count_step(optimizer) or self._tuner is None:
-            return
-        if not isinstance(self._tuner, Tuner):
-            self._tuner.stepped()
+        if not self.count_step(optimizer):
             return
         made, self._unreported = self._unreported + 1, 0
         self._tuner.stepped(made, made)
@@ -207,25 +202,23 @@ class ScriptTuning:
 
     def _look_at_weights(self) -> None:
         """Drop a plan on trial under which weights are not finite any more, and keep no plan for later runs."""
-        line, tuner = self._weights.look(), self._tuner
-        if line is None or not isinstance(tuner, Tuner) or self.training.plan == self.training.own:
-            return
-        tuner.distrust()
-        tuner.failed(TrainingError(line))
+        line = self._weights.look()
+        if line is not None and self.training.plan != self.training.own:
+            self._tuner.distrust()
+            self._tuner.failed(TrainingError(line))
 
     def count_idle_updates(self, updates: int, last: float) -> None:
         """Count updates made while idle, fewer than `idle_updates`, and when the last of them happened."""
         self._paused_from, self._last = None, last
         self._quiet_steps = self._unreported = 0
         self.training.steps += updates
-        if updates and isinstance(self._tuner, Tuner):
+        if updates:
             self._tuner.stepped(updates)
 
     def close(self) -> None:
         """The training is over: restore everything."""
         self._look_at_weights()
-        if isinstance(self._tuner, Tuner):
-            self._tuner.ended(self._unreported)
+        self._tuner.ended(self._unreported)
         try:
             self.evaluation_feed.close()
         finally:

@@ -30,6 +30,31 @@ class PlanChooser:
     """Whether the search for a plan is over."""
 
     @property
+    def plan(self) -> Plan | None:
+        """The plan that has been settled on so far, where another one may be in force; else None."""
+        return None
+
+    @property
+    def is_trying(self) -> bool:
+        """Whether plans are tried."""
+        return False
+
+    @property
+    def idle_updates(self) -> int:
+        """Updates after which there is something to do, where that is known; else 0."""
+        return 0
+
+    @property
+    def quiet(self) -> int:
+        """Updates that may pass before the next call of `stepped`, which may count all of them at once."""
+        return 0
+
+    @property
+    def looks_soon(self) -> bool:
+        """Whether plans may be compared after one of the next steps."""
+        return False
+
+    @property
     def trusted(self) -> int | None:
         """The last step at which the plan was seen to train as the user's own; None where nothing compares them."""
         return None
@@ -53,8 +78,11 @@ class PlanChooser:
     def paused(self, seconds: float) -> None:
         """Take in how many seconds went by for something else than steps: an evaluation, a save."""
 
-    def stepped(self, updates: int = 1) -> None:
-        """Take in that a step has ended, of so many updates; on return the plan for the next step is in force."""
+    def stepped(self, updates: int = 1, windows: int = 1) -> None:
+        """Take in that a step has ended, of so many updates; on return the plan for the next step is in force.
+
+        Several `windows` where quiet ones came before it.
+        """
 
     def failed(self, error: Exception) -> bool:
         """Whether the plan on trial broke the step, and another plan is in force to make it again."""
@@ -63,8 +91,8 @@ class PlanChooser:
     def distrust(self) -> None:
         """Take in that numbers were not finite under the plan that was found: no later run is to begin with it."""
 
-    def ended(self) -> None:
-        """Take in that the training is over."""
+    def ended(self, updates: int = 0) -> None:
+        """Take in that the training is over, so many updates after the last call of `stepped`."""
 
 
 class Replay(PlanChooser):
@@ -76,18 +104,13 @@ class Replay(PlanChooser):
         self._steps = [entry.step for entry in changes]
         self.stepped()
 
-    @property
-    def plan(self) -> Plan:
-        """The plan in force."""
-        return self._rig.plan
-
     def room(self) -> int:
         """Updates until the plan changes."""
         step = self._rig.place.served
         later = bisect_right(self._steps, step)
         return self._steps[later] - step if later < len(self._steps) else MOST_REPLAY_STEPS
 
-    def stepped(self, updates: int = 1) -> None:
+    def stepped(self, updates: int = 1, windows: int = 1) -> None:
         """Put the plan of the next step in force."""
         now = bisect_right(self._steps, self._rig.steps) - 1
         if now >= 0:
@@ -273,7 +296,6 @@ class Tuner(PlanChooser):
 
     @property
     def quiet(self) -> int:
-        """Updates that may pass before the next call of `stepped`, which may count all of them at once."""
         if self.done:
             return self._canary.quiet if self._canary is not None else 0
         return self._clock.quiet if self._rest is None else self._rest.updates - self._rested - 1
@@ -305,10 +327,6 @@ class Tuner(PlanChooser):
         self._rest_began += seconds
 
     def stepped(self, updates: int = 1, windows: int = 1) -> None:
-        """Take in that a step of so many updates has ended; on return the plan for the next step is in force.
-
-        Several `windows` where quiet ones came before it.
-        """
         if self.done:
             if self._canary is not None:
                 self._canary.stepped()
