@@ -106,7 +106,7 @@ class Session:
         self._report = Report(settings)
         self._proxies: WeakKeyDictionary[DataLoader[Any], LoaderProxy] = WeakKeyDictionary()
         self._finder: LoopFinder | None = LoopFinder()
-        self._backward_passes = BackwardPasses()
+        self._backward_passes, self._watches_passes = BackwardPasses(), False
         self._run_length = RunLength()
         self._tuning: ScriptTuning | None = None
         self._device_copies: DeviceCopies | None = None
@@ -153,6 +153,7 @@ class Session:
         self._patches.hooked(BEFORE, register_optimizer_step_pre_hook(self._before_step))
         self._patches.hooked(AFTER, register_optimizer_step_post_hook(self._after_step))
         self._patches.put(torch.Tensor, "backward", self._patched_backward)  # until an optimizer makes a step
+        self._watches_passes = True
         if FORWARD_PIECES not in self.settings.without:
             self._rescue.start()
 
@@ -320,7 +321,7 @@ class Session:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """The hook before a step: returns arguments that make torch's step do nothing, or None."""
-        if self._patches.has(PASSES):
+        if self._watches_passes:
             self._stop_watching_passes()
         if self._idle is not None or is_inner(optimizer):
             return None
@@ -340,7 +341,7 @@ class Session:
         return is_replayed
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._patches.has(PASSES) and not isinstance(optimizer, ManualUpdates):
+        if self._watches_passes and not isinstance(optimizer, ManualUpdates):
             self._stop_watching_passes()
         idle = self._idle
         if idle is not None and idle.counts(optimizer):
@@ -400,7 +401,7 @@ class Session:
 
     def _on_backward(self, loss: torch.Tensor | None = None) -> None:
         """A backward pass has ended, and no optimizer has made a step yet. `loss` is None after a replay."""
-        if not self._patches.has(PASSES) or not self._is_ours:
+        if not self._watches_passes or not self._is_ours:
             return
         self._watch_compiling()  # no new optimizer triggers this here
         try:
@@ -416,8 +417,9 @@ class Session:
 
     def _stop_watching_passes(self) -> None:
         """Stop watching backward passes: an optimizer makes the steps of this script, or nothing does."""
-        if not self._patches.has(PASSES) or not self._is_ours:
+        if not self._watches_passes or not self._is_ours:
             return
+        self._watches_passes = False
         self._patches.take_out(PASSES)
         tuning, idle, finder = self._tuning, self._idle, self._finder
         found = tuning.training.optimizers if tuning is not None else idle.optimizers if idle is not None else []

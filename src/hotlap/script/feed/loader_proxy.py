@@ -395,7 +395,11 @@ class LoaderProxy:
     def gave(self, seconds: float) -> None:
         """The epoch has made a batch, in so many seconds."""
         self.served, self.given = self.served + 1, self.given + 1
-        self._tell(self.on_batch, seconds)
+        try:  # not by `_tell`, since this is done for every batch
+            if self.on_batch is not None:
+                self.on_batch(seconds)
+        except Exception as error:
+            self._tell(self.on_fault, error)
 
     def failed(self, error: Exception) -> None:
         """A feed failed; the script's own takes its place."""
