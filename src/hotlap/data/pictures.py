@@ -291,7 +291,7 @@ def decoded(
     # Two unreadable files are the same only if the reason is.
     known = [digest or why for digest, why in zip(digests, unread, strict=True)]
     store, key, why_not = _cache_and_key(cache, known, size, fit)
-    entry = _cached(store, key)
+    entry = None if store is None else store.get_or_warn(KIND, key, on_disk=True)
     if entry is not None:
         if progress is not None:
             progress(len(paths), len(paths))
@@ -357,16 +357,6 @@ def _cache_and_key(
     except StoreError as error:
         log.info("the cache does not keep the pictures: %s", error)
         return None, "", str(error)
-
-
-def _cached(cache: Cache | None, key: str) -> CacheEntry | None:
-    if cache is None:
-        return None
-    try:
-        return cache.get(KIND, key, on_disk=True)
-    except StoreError as error:
-        log.warning("hotlap does not use the cached pictures: %s", error)
-        return None
 
 
 def _from_entry(entry: CacheEntry, digests: tuple[str, ...], began: float) -> Pictures:

@@ -394,7 +394,7 @@ def tokenised(
     began = time.perf_counter()
     encoder, first, second = _checked(texts, tokenizer, pairs, most)
     store, key, why_not = _cache_and_key(cache, encoder, first, second)
-    entry = _cached(store, key)
+    entry = None if store is None else store.get_or_warn(KIND, key)
     if entry is not None:
         if progress is not None:
             progress(len(first), len(first))
@@ -443,16 +443,6 @@ def _content(texts: list[str]) -> tuple[Any, ...]:
 
     lengths = np.fromiter(map(len, texts), np.int64, len(texts))
     return lengths, [key_of("".join(texts[at : at + CHUNK])) for at in range(0, len(texts), CHUNK)]
-
-
-def _cached(cache: Cache | None, key: str) -> CacheEntry | None:
-    if cache is None:
-        return None
-    try:
-        return cache.get(KIND, key)
-    except StoreError as error:
-        log.warning("hotlap does not use the cached tokens: %s", error)
-        return None
 
 
 def _from_entry(entry: CacheEntry, began: float) -> Tokens:

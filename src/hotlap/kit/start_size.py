@@ -132,9 +132,7 @@ def keep_measured(kind: Kind, where: str, line: MemoryLine) -> None:
     """Keep the measurement for the next search. A cache that fails stops nothing."""
     facts = {"kind": kind.name, "sample": kind.sample, "parameters": kind.parameters, "gpu": where}
     try:
-        cache, key = Cache(), _key(kind, where)
-        cache.drop(KIND, key)
-        cache.put(KIND, key, values=asdict(line), facts={**facts, **asdict(line)})
+        Cache().replace(KIND, _key(kind, where), values=asdict(line), facts={**facts, **asdict(line)})
     except (HotlapError, OSError) as error:
         log.warning("cannot keep the measurement of a sample: %s", error)
 

@@ -114,9 +114,7 @@ def calibration(
         return measured
     key, facts = _key(device)
     try:
-        cache = cache or Cache()
-        cache.drop(KIND, key)  # otherwise an existing entry would stay
-        cache.put(KIND, key, values=measured.to_dict(), facts=facts)
+        (cache or Cache()).replace(KIND, key, values=measured.to_dict(), facts=facts)
     except StoreError as error:
         log.warning("the calibration is not cached: %s", error)
     return measured

@@ -49,10 +49,9 @@ class Known:
         """Keep what a run scored; the latest one counts."""
         figures = ", ".join(f"{head} {figure}" for head, figure in scores.items())
         words = f"{figures}, trained in {show_seconds(train_s)} ({folder})"
-        cache, key = Cache(), self._key(profile)
+        cache, facts = Cache(), {"recipe": self.recipe, "profile": profile}
         try:
-            cache.drop(SCORES, key)
-            cache.put(SCORES, key, values={"words": words}, facts={"recipe": self.recipe, "profile": profile})
+            cache.replace(SCORES, self._key(profile), values={"words": words}, facts=facts)
         except StoreError:  # a cache that cannot be written loses a line of a later run
             return
 

@@ -113,6 +113,21 @@ class Cache:
             os.utime(path, follow_symlinks=False)
         return entry
 
+    def get_or_warn(self, kind: str, key: str, *, on_disk: bool = False) -> CacheEntry | None:
+        """The entry, or None, also where the cache cannot be used: then the log says so."""
+        try:
+            return self.get(kind, key, on_disk=on_disk)
+        except StoreError as error:
+            log.warning("hotlap does not use the cached %s: %s", kind, error)
+            return None
+
+    def replace(
+        self, kind: str, key: str, *, tensors: Arrays | None = None, values: Any = None, facts: Mapping[str, Any]
+    ) -> CacheEntry:
+        """As `put`, but in the place of an entry with this key."""
+        self.drop(kind, key)
+        return self.put(kind, key, tensors=tensors, values=values, facts=facts)
+
     def put(
         self, kind: str, key: str, *, tensors: Arrays | None = None, values: Any = None, facts: Mapping[str, Any]
     ) -> CacheEntry:

@@ -74,9 +74,7 @@ class KnownPlans:
             "rejected": dict(found.rejected),
         }
         try:
-            cache = Cache()
-            cache.drop(KIND, self._key)
-            cache.put(KIND, self._key, values=values, facts={"plan": str(found.plan)})
+            Cache().replace(KIND, self._key, values=values, facts={"plan": str(found.plan)})
         except (HotlapError, OSError) as error:
             log.warning("the plan that was found cannot be kept: %s", error)
 
