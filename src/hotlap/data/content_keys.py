@@ -60,30 +60,13 @@ _HARMLESS = ("_thread", "threading", "logging", "weakref", "_weakref", "_weakref
 """Python modules whose objects decide no result."""
 _OUTSIDE = ("time", "datetime", "socket", "urllib", "http", "requests", "subprocess", "sqlite3", "ctypes", "secrets")
 """Modules whose answers differ from run to run."""
-_NOT_CODE = frozenset(
-    [
-        "__dict__",
-        "__weakref__",
-        "__doc__",
-        "__module__",
-        "__qualname__",
-        "__annotations__",
-        "__annotate__",
-        "__annotate_func__",
-        "_abc_impl",
-        "__firstlineno__",
-        "__static_attributes__",
-        "__abstractmethods__",
-        "__parameters__",
-        "__orig_bases__",
-        "__dataclass_params__",
-        "__dataclass_fields__",
-        "__match_args__",
-        "__hash__",
-        "__classcell__",
-        "__annotations_cache__",
-    ]
-)
+_NOT_CODE = frozenset((
+    "__dict__", "__weakref__", "__doc__", "__module__", "__qualname__", "__annotations__", "__annotate__",
+    "__annotate_func__", "_abc_impl", "__firstlineno__", "__static_attributes__", "__abstractmethods__",
+    "__parameters__", "__orig_bases__", "__dataclass_params__", "__dataclass_fields__", "__match_args__",
+    "__hash__", "__classcell__", "__annotations_cache__",
+))  # fmt: skip
+_OF_LOADERS = ("dataset", "batch_size", "drop_last", "collate_fn", "sampler", "batch_sampler", "worker_init_fn")
 _SLOTS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 _BUILT_IN = (
     types.BuiltinFunctionType,
@@ -227,16 +210,7 @@ class ContentKeys:
             case nn.Module():
                 return self._layers(value)
             case DataLoader():
-                names = (
-                    "dataset",
-                    "batch_size",
-                    "drop_last",
-                    "collate_fn",
-                    "sampler",
-                    "batch_sampler",
-                    "worker_init_fn",
-                )
-                return type_name(value), {name: self._form(getattr(value, name)) for name in names}
+                return type_name(value), {name: self._form(getattr(value, name)) for name in _OF_LOADERS}
         if isinstance(value, _GENERATORS):
             return type_name(value), self._form(_state_of(value))
         if isinstance(value, _BUILT_IN):

@@ -13,7 +13,7 @@ from hotlap.machine.limits import most_workers
 from hotlap.machine.problems import Problem, Severity
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Harm:
     """A variable that harms when its value passes `when`."""
 
@@ -32,184 +32,63 @@ def _is(*values: str) -> Callable[[str], bool]:
     return lambda value: value.strip().lower() in values
 
 
+_SLOWS, _NOTE = Severity.SLOWS, Severity.NOTE
 HARMS: Final = (
-    Harm(
-        name="CUDA_LAUNCH_BLOCKING",
-        when=_on,
-        severity=Severity.SLOWS,
-        costs="every kernel launch waits for its kernel: CPU and GPU never overlap, and a step cannot be captured",
-        do="unset it; set it only while hunting for the line that raised a CUDA error",
-    ),
-    Harm(
-        name="PYTORCH_NO_CUDA_MEMORY_CACHING",
-        when=_on,
-        severity=Severity.SLOWS,
-        costs="every tensor asks the driver for memory, which synchronises; a step cannot be captured",
-    ),
-    Harm(
-        name="TORCH_CUDA_SANITIZER",
-        when=_on,
-        severity=Severity.SLOWS,
-        costs="every operation is checked for data races in Python",
-    ),
-    Harm(
-        name="NVIDIA_TF32_OVERRIDE",
-        when=_is("0"),
-        severity=Severity.SLOWS,
-        costs="TF32 stays off whatever a program asks for: fp32 matrix products on Ampere and later GPUs "
-        "run at a fraction of the rate",
-    ),
-    Harm(
-        name="NVIDIA_TF32_OVERRIDE",
-        when=_is("1"),
-        severity=Severity.NOTE,
-        costs="fp32 may run as TF32 where a program asked for full precision: comparisons with fp32 "
-        "are not what they say",
-    ),
-    Harm(
-        name="TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-        when=_on,
-        severity=Severity.NOTE,
-        costs="TF32 is on from the start: the fp32 baseline already has it, so it cannot be measured as a gain",
-        do="unset it, and let the run decide by measuring",
-    ),
-    Harm(
-        name="TORCHDYNAMO_DISABLE",
-        when=_on,
-        severity=Severity.SLOWS,
-        costs="torch.compile silently does nothing, so it can never pay",
-    ),
-    Harm(
-        name="TORCH_COMPILE_DISABLE",
-        when=_on,
-        severity=Severity.SLOWS,
-        costs="torch.compile silently does nothing, so it can never pay",
-    ),
-    Harm(
-        name="TORCH_SHOW_CPP_STACKTRACES",
-        when=_on,
-        severity=Severity.NOTE,
-        costs="every torch error looks up a C++ stack, which can take seconds: recovery from out-of-memory is slow",
-    ),
-    Harm(
-        name="TORCH_USE_CUDA_DSA",
-        when=_on,
-        severity=Severity.NOTE,
-        costs="nothing: it is a switch for building torch and does nothing at run time",
-    ),
-    Harm(
-        name="TORCH_DISTRIBUTED_DEBUG",
-        when=_is("detail"),
-        severity=Severity.SLOWS,
-        costs="every collective of a run on several GPUs is checked against the other ranks first",
-    ),
-    Harm(
-        name="NCCL_P2P_DISABLE",
-        when=_on,
-        severity=Severity.SLOWS,
-        costs="GPUs exchange gradients through host memory: several GPUs pay less",
-        do="unset it, unless it cures a hang on this machine",
-    ),
-    Harm(
-        name="CUDA_DEVICE_MAX_CONNECTIONS",
-        when=_is("1"),
-        severity=Severity.NOTE,
-        costs="all streams share one hardware queue: copies may wait behind kernels",
-    ),
-    Harm(
-        name="CUDA_MODULE_LOADING",
-        when=_is("eager"),
-        severity=Severity.NOTE,
-        costs="all kernels are loaded at the start: seconds and some hundred MiB of GPU memory",
-    ),
-    Harm(
-        name="CUDA_CACHE_DISABLE",
-        when=_on,
-        severity=Severity.NOTE,
-        costs="kernels compiled by the driver are compiled again at every start",
-    ),
-    Harm(
-        name="CUDA_FORCE_PTX_JIT",
-        when=_on,
-        severity=Severity.SLOWS,
-        costs="the driver compiles every kernel anew: minutes at the start",
-    ),
-    Harm(
-        name="CUBLAS_WORKSPACE_CONFIG",
-        when=_is(":16:8"),
-        severity=Severity.NOTE,
-        costs="cuBLAS has next to no workspace: some matrix products run slower",
-        do="unset it, or use :4096:8, which is deterministic as well",
-    ),
-    Harm(
-        name="TOKENIZERS_PARALLELISM",
-        when=lambda value: bool(value.strip()) and not _on(value),
-        severity=Severity.SLOWS,
-        costs="tokenising uses one core",
-        do="unset it; tokenise once before workers start, then threads and forked workers do not meet",
-    ),
-    Harm(
-        name="TOKENIZERS_PARALLELISM",
-        when=_on,
-        severity=Severity.NOTE,
-        costs="a tokenizer used before loader workers fork can deadlock inside them",
-        do="tokenise once before workers start, or set it to false in the workers",
-    ),
-    Harm(
-        name="PYTHONDEVMODE",
-        when=_on,
-        severity=Severity.SLOWS,
-        costs="Python checks every allocation: data loading and the step's own Python slow down",
-    ),
-    Harm(
-        name="PYTHONTRACEMALLOC",
-        when=_on,
-        severity=Severity.SLOWS,
-        costs="Python records a stack for every allocation: data loading slows down",
-    ),
-    Harm(
-        name="PYTHONMALLOC",
-        when=lambda value: "debug" in value.lower(),
-        severity=Severity.SLOWS,
-        costs="Python checks every allocation: data loading and the step's own Python slow down",
-    ),
-)
-
+    Harm("CUDA_LAUNCH_BLOCKING", _on, _SLOWS,
+         "every kernel launch waits for its kernel: CPU and GPU never overlap, and a step cannot be captured",
+         "unset it; set it only while hunting for the line that raised a CUDA error"),
+    Harm("PYTORCH_NO_CUDA_MEMORY_CACHING", _on, _SLOWS,
+         "every tensor asks the driver for memory, which synchronises; a step cannot be captured"),
+    Harm("TORCH_CUDA_SANITIZER", _on, _SLOWS, "every operation is checked for data races in Python"),
+    Harm("NVIDIA_TF32_OVERRIDE", _is("0"), _SLOWS,
+         "TF32 stays off whatever a program asks for: fp32 matrix products on Ampere and later GPUs run at a "
+         "fraction of the rate"),
+    Harm("NVIDIA_TF32_OVERRIDE", _is("1"), _NOTE,
+         "fp32 may run as TF32 where a program asked for full precision: comparisons with fp32 are not what they say"),
+    Harm("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", _on, _NOTE,
+         "TF32 is on from the start: the fp32 baseline already has it, so it cannot be measured as a gain",
+         "unset it, and let the run decide by measuring"),
+    Harm("TORCHDYNAMO_DISABLE", _on, _SLOWS, "torch.compile silently does nothing, so it can never pay"),
+    Harm("TORCH_COMPILE_DISABLE", _on, _SLOWS, "torch.compile silently does nothing, so it can never pay"),
+    Harm("TORCH_SHOW_CPP_STACKTRACES", _on, _NOTE,
+         "every torch error looks up a C++ stack, which can take seconds: recovery from out-of-memory is slow"),
+    Harm("TORCH_USE_CUDA_DSA", _on, _NOTE, "nothing: it is a switch for building torch and does nothing at run time"),
+    Harm("TORCH_DISTRIBUTED_DEBUG", _is("detail"), _SLOWS,
+         "every collective of a run on several GPUs is checked against the other ranks first"),
+    Harm("NCCL_P2P_DISABLE", _on, _SLOWS,
+         "GPUs exchange gradients through host memory: several GPUs pay less",
+         "unset it, unless it cures a hang on this machine"),
+    Harm("CUDA_DEVICE_MAX_CONNECTIONS", _is("1"), _NOTE,
+         "all streams share one hardware queue: copies may wait behind kernels"),
+    Harm("CUDA_MODULE_LOADING", _is("eager"), _NOTE,
+         "all kernels are loaded at the start: seconds and some hundred MiB of GPU memory"),
+    Harm("CUDA_CACHE_DISABLE", _on, _NOTE, "kernels compiled by the driver are compiled again at every start"),
+    Harm("CUDA_FORCE_PTX_JIT", _on, _SLOWS, "the driver compiles every kernel anew: minutes at the start"),
+    Harm("CUBLAS_WORKSPACE_CONFIG", _is(":16:8"), _NOTE,
+         "cuBLAS has next to no workspace: some matrix products run slower",
+         "unset it, or use :4096:8, which is deterministic as well"),
+    Harm("TOKENIZERS_PARALLELISM", lambda value: bool(value.strip()) and not _on(value), _SLOWS,
+         "tokenising uses one core",
+         "unset it; tokenise once before workers start, then threads and forked workers do not meet"),
+    Harm("TOKENIZERS_PARALLELISM", _on, _NOTE,
+         "a tokenizer used before loader workers fork can deadlock inside them",
+         "tokenise once before workers start, or set it to false in the workers"),
+    Harm("PYTHONDEVMODE", _on, _SLOWS,
+         "Python checks every allocation: data loading and the step's own Python slow down"),
+    Harm("PYTHONTRACEMALLOC", _on, _SLOWS, "Python records a stack for every allocation: data loading slows down"),
+    Harm("PYTHONMALLOC", lambda value: "debug" in value.lower(), _SLOWS,
+         "Python checks every allocation: data loading and the step's own Python slow down"),
+)  # fmt: skip
 
 RECORDED: Final = (
-    "CUBLAS_WORKSPACE_CONFIG",
-    "CUDA_CACHE_DISABLE",
-    "CUDA_DEVICE_MAX_CONNECTIONS",
-    "CUDA_DEVICE_ORDER",
-    "CUDA_FORCE_PTX_JIT",
-    "CUDA_LAUNCH_BLOCKING",
-    "CUDA_MODULE_LOADING",
-    "CUDA_VISIBLE_DEVICES",
-    "HOTLAP_PRETEND",
-    "HOTLAP_WORKERS",
-    "KAGGLE_KERNEL_RUN_TYPE",
-    "COLAB_RELEASE_TAG",
-    "MKL_NUM_THREADS",
-    "NCCL_DEBUG",
-    "NCCL_P2P_DISABLE",
-    "NUM_WORKERS",
-    "NVIDIA_TF32_OVERRIDE",
-    "OMP_NUM_THREADS",
-    "PYTHONDEVMODE",
-    "PYTHONMALLOC",
-    "PYTHONTRACEMALLOC",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "PYTORCH_NO_CUDA_MEMORY_CACHING",
-    "TOKENIZERS_PARALLELISM",
-    "TORCHDYNAMO_DISABLE",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-    "TORCH_COMPILE_DISABLE",
-    "TORCH_CUDA_SANITIZER",
-    "TORCH_DISTRIBUTED_DEBUG",
-    "TORCH_SHOW_CPP_STACKTRACES",
-    "TORCH_USE_CUDA_DSA",
-)
+    "CUBLAS_WORKSPACE_CONFIG", "CUDA_CACHE_DISABLE", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_ORDER",
+    "CUDA_FORCE_PTX_JIT", "CUDA_LAUNCH_BLOCKING", "CUDA_MODULE_LOADING", "CUDA_VISIBLE_DEVICES", "HOTLAP_PRETEND",
+    "HOTLAP_WORKERS", "KAGGLE_KERNEL_RUN_TYPE", "COLAB_RELEASE_TAG", "MKL_NUM_THREADS", "NCCL_DEBUG",
+    "NCCL_P2P_DISABLE", "NUM_WORKERS", "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS", "PYTHONDEVMODE", "PYTHONMALLOC",
+    "PYTHONTRACEMALLOC", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING",
+    "TOKENIZERS_PARALLELISM", "TORCHDYNAMO_DISABLE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_COMPILE_DISABLE",
+    "TORCH_CUDA_SANITIZER", "TORCH_DISTRIBUTED_DEBUG", "TORCH_SHOW_CPP_STACKTRACES", "TORCH_USE_CUDA_DSA",
+)  # fmt: skip
 """The only variables that hotlap writes down: none of them can hold a secret."""
 
 
