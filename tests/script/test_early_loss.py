@@ -3,6 +3,7 @@
 import functools
 import gc
 import threading
+import warnings
 import weakref
 
 import pytest
@@ -93,6 +94,19 @@ def test_what_is_read_otherwise_is_read_by_torch(early_loss, read):
     own = read(loss.detach().clone())
     loss.backward()
     assert read(loss) == own
+
+
+def test_a_warning_of_torchs_own_reading_names_the_scripts_line(early_loss):
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            number = float(next(losses(1)))
+    finally:
+        torch.set_warn_always(before)
+    assert number == float(next(losses(1)).detach())
+    assert [one.filename for one in found] == [__file__]
 
 
 def test_what_was_written_to_since_is_read_as_it_is_now(early_loss):

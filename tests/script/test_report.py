@@ -95,6 +95,8 @@ def test_a_run_too_short_for_trials_says_so_and_gets_no_advice_to_tune_for_longe
     )
     assert headline([short], 13.0) == "13 s in 36 updates is too short for tuning to pay; nothing was changed"
     assert headline([short], 30.0).endswith("; nothing was changed; to try anyway: --tune-seconds 20")
+    allowed = headline([short], 30.0, tune_s=20.0)
+    assert allowed.endswith("; to try anyway: --tune-seconds 40"), "more than was allowed"
 
 
 def test_what_cannot_help_needs_no_option():

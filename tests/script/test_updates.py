@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hotlap.script.update import updates as update_trials
-from hotlap.script.update.updates import Updates
+from hotlap.script.update.updates import Updates, memory_of
 
 
 def trained(optimizer_of, *, fused_from=None, steps=8, updates=None, model=None):
@@ -48,6 +48,11 @@ def test_fused_steps_do_the_same_and_the_script_finds_its_own_settings(kind, fus
         for name, value in one.items():
             if value is not None:
                 assert (value.device, value.dtype, value.shape) == (other[name].device, other[name].dtype, value.shape)
+
+
+def test_what_an_optimizer_remembers_holds_no_copy_of_its_weights():
+    weights = torch.zeros(100_000, requires_grad=True)
+    assert memory_of(torch.optim.SGD([weights])).size < weights.nbytes
 
 
 def test_the_gate_leaves_no_trace():

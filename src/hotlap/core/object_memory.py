@@ -230,7 +230,7 @@ class ObjectMemory:
         walk = Walk({**roots, "hooks of all modules": _hooks_of_all()}, own)
         self.unknown = walk.unknown
         slots = [slot for slot in walk.slots if left is None or not left(slot.holder, slot.key)]
-        self._slots = [(slot, _content(slot.value)) for slot in slots]
+        self._slots = [(slot, None if id(slot.value) in walk._own else _content(slot.value)) for slot in slots]
         self._names = [(space, set(space)) for space in walk.spaces.values()]
         self._own, self._left = walk._own, left
 

@@ -151,7 +151,8 @@ class Report:
                 return f"left as it was, because {self._refusals[0]}"
         took_s = time.perf_counter() - self._began if took_s is None else took_s
         is_fixed = self._settings.plan not in (None, "auto")
-        return headline(ledgers, took_s, start_s=self._start_s, is_fixed=is_fixed)
+        tune_s = self._settings.tune_s
+        return headline(ledgers, took_s, start_s=self._start_s, is_fixed=is_fixed, tune_s=tune_s)
 
     def tell(self, error: BaseException | None = None) -> None:
         """Print everything, and write down what it came to."""
@@ -201,8 +202,17 @@ def _named(file: str | None) -> dict[str, str]:
     return {"file": str(Path(file or "").absolute()), "sha256": hashlib.sha256(content).hexdigest()}
 
 
-def headline(ledgers: Sequence[Ledger], took_s: float, *, start_s: float = 0.0, is_fixed: bool = False) -> str:
-    """The result of a script's trainings in one line; `is_fixed`: the user chose the plan.
+def headline(
+    ledgers: Sequence[Ledger],
+    took_s: float,
+    *,
+    start_s: float = 0.0,
+    is_fixed: bool = False,
+    tune_s: float | None = None,
+) -> str:
+    """The result of a script's trainings in one line.
+
+    `is_fixed`: the user chose the plan; `tune_s`: the seconds that the user allowed for tuning.
 
     The time without hotlap is computed from updates that ran at the pace of the script's own plan, where measured. The
     seconds that hotlap took to start are not part of it.
@@ -228,8 +238,8 @@ def headline(ledgers: Sequence[Ledger], took_s: float, *, start_s: float = 0.0, 
         return _gain(took_s, math.fsum(saved_s), math.fsum(row.cost_s for row in found if row.what == "total"), start_s)
     whole = next((row.why for row in found if row.what == "all moves"), None)
     if whole is not None and not any(row.outcome in ("rejected", "undecided") for row in found):
-        return f"{whole.partition(':')[0]}; nothing was changed{_hint(found, took_s)}"
-    return f"left as it was: {_why_left(found)}{_hint(found, took_s)}"
+        return f"{whole.partition(':')[0]}; nothing was changed{_hint(found, took_s, tune_s)}"
+    return f"left as it was: {_why_left(found)}{_hint(found, took_s, tune_s)}"
 
 
 def _changed(ledgers: Sequence[Ledger]) -> str:
@@ -278,7 +288,7 @@ def _why_left(found: Sequence[Row]) -> str:
     return "nothing was tried, because the run ended before its pace was known"
 
 
-def _hint(found: Sequence[Row], took_s: float) -> str:
+def _hint(found: Sequence[Row], took_s: float, tune_s: float | None) -> str:
     """The option that makes hotlap try more, where that may pay."""
     unpaid = {row.what: row.needs_s for row in found if row.outcome == "not tried" and row.needs_s is not None}
     if took_s < WORTH_TUNING_S:
@@ -288,7 +298,7 @@ def _hint(found: Sequence[Row], took_s: float) -> str:
         more = f" and {len(names) - 2} more" if len(names) > 2 else ""
         return f"; to try {', '.join(names[:2])}{more} anyway: --tune-seconds {_seconds_for(unpaid.values())}"
     if any(row.what == "all moves" for row in found):
-        return f"; to try anyway: --tune-seconds {round(WORTH_TUNING_S)}"
+        return f"; to try anyway: --tune-seconds {round(max(WORTH_TUNING_S, 2 * (tune_s or 0.0)))}"
     return ""
 
 

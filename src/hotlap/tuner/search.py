@@ -484,8 +484,8 @@ class Search:
         run_s = updates * self.budget.base_s
         may_s = self._most_s if self._most_s is not None else SHARE * run_s
         why = (
-            f"{show_seconds(run_s)} in {updates:,} update{'s' if updates > 1 else ''} is too short for tuning to pay: "
-            f"trials may take {show_seconds(may_s)}"
+            f"{show_seconds(run_s)} in {updates:,} update{'s' if updates > 1 else ''} is too short for "
+            f"{'tuning to pay' if self._most_s is None else 'trials'}: trials may take {show_seconds(may_s)}"
         )
         self._looked = self._told = True
         self._trials.write("baseline", "chosen", kind="baseline", figures={"step_s": self.budget.base_s})

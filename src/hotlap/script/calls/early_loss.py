@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from torch.amp import GradScaler
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from hotlap.core.torch_private import is_stream_capturing
+from hotlap.core.warning_filters import recorded
 from hotlap.engine.capture.recording import current_stream, is_own_recording
 from hotlap.script.calls.eager import trains_with_others
 from hotlap.script.patches import Patches, scripted_as, untraced
@@ -255,7 +257,9 @@ class EarlyLoss:
                 # Subclasses and modes recognise a call by its function, which must be torch's own.
                 return handle_torch_function(own, (tensor,), tensor)
             number = self._answer(tensor) if self._is_on and not tensor.dim() else None
-            return own(tensor) if number is None else as_read(number)
+            if number is not None:
+                return as_read(number)
+            return _read_by_torch(own, tensor) if tensor.requires_grad else own(tensor)
 
         return untraced(read)
 
@@ -352,3 +356,12 @@ def _patched_elapsed_time(own: Callable[..., float]) -> Callable[..., float]:
         return own(self, end_event)
 
     return elapsed_time
+
+
+def _read_by_torch(own: Callable[[Tensor], Any], tensor: Tensor) -> Any:
+    """torch's own reading, whose warnings name the script's line and not the one here."""
+    with recorded() as warned:
+        number = own(tensor)
+    for text in warned:
+        warnings.warn(text, stacklevel=3)
+    return number
