@@ -5,7 +5,6 @@ import json
 from datetime import UTC, datetime
 
 import numpy as np
-from benchmarks.simulated_bars import simulated_bars
 
 TOPICS = {
     "sport": "goal match team coach league score player season win final",
@@ -32,6 +31,8 @@ def write_rows(path, header, rows):
 
 def bars_file(path, rows=700, symbols=2, seed=0, signal=0.4):
     """Bars of some symbols, one symbol below the other."""
+    from benchmarks.simulated_bars import simulated_bars  # scripts in processes of their own find no benchmarks
+
     told = []
     for bars in simulated_bars(rows, symbols, seed, signal):
         for at in range(len(bars)):
