@@ -4,13 +4,16 @@ The memory limit is a real one, of the host: torch's CPU allocator fails.
 """
 
 import json
+import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 
 from hotlap.script.calls.pieces import fits, in_pieces, why_not_in_pieces
 from hotlap.script.out_of_memory import ForwardRescue
+from hotlap.script.session import Session, Settings
 
 CPU = torch.device("cpu")
 MESSAGE = "CUDA out of memory. Tried to allocate 2.00 MiB"
@@ -423,3 +426,16 @@ def test_calls_are_whole_again_once_memory_has_returned_and_a_try_that_fails_is_
     Steep.made.clear()
     calls(1)
     assert set(Steep.made) == {8}
+
+
+def test_weights_that_a_script_computes_for_a_call_raise_no_warning_of_torchs(tmp_path):
+    """They are no leaves, and torch warns where their gradients are read."""
+    model, x = nn.Linear(3, 1), torch.ones(4, 3)
+    with Session(Settings(name="test", out=tmp_path / "run")), warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(6):
+            weights = {name: weight * 1.0 for name, weight in model.named_parameters()}
+            functional_call(model, weights, x).sum().backward()
+            optimizer.step()
+    assert not [str(warning.message) for warning in warned]

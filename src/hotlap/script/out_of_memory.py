@@ -345,7 +345,8 @@ def _why_not_here() -> str | None:
 def _is_tight(module: nn.Module, held: int) -> bool:
     """Whether less is free than the gradients and once more what this call has taken; `held` was taken before it."""
     device = _device_of(module)
-    gradients = sum(one.nbytes for one in module.parameters() if one.requires_grad and one.grad is None)
+    weights = (weight for weight in module.parameters() if weight.requires_grad and weight.is_leaf)
+    gradients = sum(weight.nbytes for weight in weights if weight.grad is None)
     return free_bytes(device) < gradients + max(0, held_bytes(device) - held)
 
 

@@ -42,7 +42,7 @@ class ModuleState:
         self._buffers = [
             {name: (buffer, _copied(buffer)) for name, buffer in layer._buffers.items()} for layer in self._layers
         ]
-        self._grads = [(parameter, parameter.grad) for parameter in module.parameters()]
+        self._grads = [(parameter, parameter.grad) for parameter in module.parameters() if parameter.is_leaf]
         self._memory = ObjectMemory({"module": module}, tensors_of([module]))
         self._host = HostRandomness()
         self._drawn = GeneratorState(generator_of(device)) if device.type == "cuda" else None

@@ -81,7 +81,7 @@ def rehearse_backward(module: nn.Module, outputs: Any, *, retain_graph: bool = F
     """
     wanting = [output for output in leaves(outputs) if output.requires_grad]
     weights = [weight for weight in module.parameters() if weight.requires_grad]
-    lacking = [weight for weight in weights if weight.grad is None] or weights[:1]
+    lacking = [weight for weight in weights if not weight.is_leaf or weight.grad is None] or weights[:1]
     if wanting and lacking:
         gradients(wanting, lacking, [torch.zeros_like(output) for output in wanting], retain_graph=retain_graph)
 
