@@ -9,7 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from plain import class_data, parameters_of
+from many_jobs import alone, job, many, scores
+from plain import parameters_of
 from torch import nn
 
 import hotlap
@@ -19,40 +20,6 @@ from hotlap.searching.at_once import Ahead, Copies, how_many
 from hotlap.searching.processes import Processes
 
 CPU = torch.device("cpu")
-
-
-class Network(nn.Sequential):
-    def __init__(self, width=4, seed=0):
-        torch.manual_seed(seed)
-        super().__init__(nn.Linear(5, width), nn.Tanh(), nn.Dropout(0.2), nn.Linear(width, 3))
-
-
-def job(seed=0, **changes):
-    model = Network(seed=seed).double()
-    given = {
-        "model": model,
-        "data": class_data(),
-        "valid": class_data(30, seed=9),
-        "loss": nn.CrossEntropyLoss(),
-        "optimizer": functools.partial(torch.optim.Adam, lr=0.02),
-        "batch_size": 10,
-        "epochs": 3,
-        "seed": seed,
-        "device": "cpu",
-    }
-    return hotlap.Job(**{**given, **changes})
-
-
-def many(jobs, out, **settings):
-    return fit_many(jobs, out=out, **{"plan": "off", "progress": False, **settings})
-
-
-def scores(runs):
-    return [[record["valid_loss"] for record in run.history] for run in runs]
-
-
-def alone(numbers):
-    return [hotlap.fit(job(seed), plan="off", progress=False) for seed in numbers]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -268,13 +235,6 @@ def test_nothing_is_tried_where_it_cannot_pay():
 def test_no_more_are_tried_than_memory_holds():
     tried = chosen({1: 1.0, 2: 0.6}, size=3 * 10**11, free=14 * 10**11)
     assert tried == (2, [("8", "not tried"), ("4", "not tried"), ("2", "kept")])
-
-
-def test_trainings_on_a_gpu_run_one_after_the_other():
-    ledger = Ledger()
-    ahead = Ahead(count=100, each_s=100.0, step_s=0.001)
-    assert how_many(job(), ahead, ledger, None, device=torch.device("cuda")) == 1
-    assert [entry.why for entry in ledger] == ["trainings on a GPU run one after the other"]
 
 
 def test_copies_step_in_laps_only_and_leave_the_job_as_it_was():

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from hotlap.core.errors import DataError, TrainingError, first_line, kind_of
+from hotlap.core.turns import turn
 from hotlap.core.units import MIB, show_bytes
 from hotlap.data.background_fetch import BackgroundFetch, processes_for, shared_s
 from hotlap.data.bad_samples import LeftOut
@@ -147,10 +150,14 @@ class Packed(Columns):
 
     def __init__(self, columns: Columns, *, images_last: bool) -> None:
         self._packings: list[_Packing] = []
+        self._whole: list[Tensor] = []
+        """Columns that are packed as they lie: as long as they are here, other trainings can find them."""
 
         def pack(tensor: Tensor, rows: Tensor | None) -> Tensor:
             recipe = _Packing.of(tensor, images_last=images_last)
             self._packings.append(recipe)
+            if not recipe.turned:
+                self._whole.append(tensor)
             return recipe.packed(tensor)
 
         self._packed_columns = columns.sent(pack)
@@ -267,16 +274,56 @@ def hold_on_device(source: Source, device: torch.device, progress: Progress | No
     if reason:
         raise DataError(reason)
     start, device = time.perf_counter(), _numbered(device)
-    if source.computes:
-        columns, size = _fetched(source, device, progress), bytes_needed(source, device)
-    else:
-        columns, size = _sent(source, device)
-        if progress is not None:
-            progress(len(source), len(source))
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+    with _for_all_streams(device):
+        if source.computes:
+            columns, size = _fetched(source, device, progress), bytes_needed(source, device)
+        else:
+            columns, size = _sent(source, device)
+            if progress is not None:
+                progress(len(source), len(source))
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+    if turn.get() is not None and device.type == "cuda":
+        for tensor in columns.tensors.values():
+            tensor.record_stream(torch.cuda.current_stream(device))
     columns.holding_cost = HoldingCost(seconds=time.perf_counter() - start, bytes=size)
     return columns
+
+
+@contextmanager
+def _for_all_streams(device: torch.device) -> Iterator[None]:
+    """Inside, a training that takes turns with others works on the stream that all share, so they share memory too."""
+    if turn.get() is None or device.type != "cuda":
+        yield
+        return
+    shared = torch.cuda.default_stream(device)
+    shared.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(shared):
+        yield
+
+
+_held: list[weakref.ref[Tensor]] = []
+"""Columns on a device that trainings of this process hold while they take turns."""
+
+
+def held_once(column: Tensor) -> Tensor:
+    """The column, or the same one if another training of this process holds it: then this copy can go."""
+    if turn.get() is None:
+        return column
+    _held[:] = [held for held in _held if held() is not None]
+    for held in _held:
+        other = held()
+        if other is not None and _are_the_same(other, column):
+            return other
+    _held.append(weakref.ref(column))
+    return column
+
+
+def _are_the_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two contiguous tensors hold the same bytes."""
+    if (one.device, one.dtype, one.shape) != (other.device, other.dtype, other.shape):
+        return False
+    return torch.equal(one.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8))
 
 
 SENT_A_SECOND = 4e9
@@ -351,10 +398,10 @@ def _brought(tensor: Tensor, chosen: Tensor | None, count: int, device: torch.de
     starts = range(0, count, step)
     if len(starts) > 1 and device.type == "cuda" and tensor.device.type == "cpu" and not tensor.is_pinned():
         _send(tensor.detach(), chosen, there, starts)
-        return there
-    for start in starts:
-        there[start : start + step].copy_(_rows(tensor, chosen, start, start + step))
-    return there
+    else:
+        for start in starts:
+            there[start : start + step].copy_(_rows(tensor, chosen, start, start + step))
+    return held_once(there)
 
 
 def _send(tensor: Tensor, chosen: Tensor | None, there: Tensor, starts: range) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hotlap.core.errors import HotlapError, TrainingError, first_line
 from hotlap.core.plan import Plan
 from hotlap.core.tricks import REPLAYED_EVALUATION, REWIRED_LAYERS
+from hotlap.core.turns import turn
 from hotlap.data.bad_samples import BadSamples, Thinned
 from hotlap.data.batches import Batch, map_tensors, to_device
 from hotlap.data.dataset import OrderedDataset, evaluation_dataset
@@ -69,7 +70,7 @@ class Evaluator:
     ) -> dict[str, float]:
         """Loss and metrics by name, computed as the plan asks. Batches that do not fit in memory are halved until they
         do, for later evaluations too."""
-        scores: dict[str, float] = self._without_a_trace(
+        read: Callable[[], dict[str, float]] = self._without_a_trace(
             lambda dataset, feeding: self._scores(dataset, feeding, metrics, plan),
             data,
             batch_size,
@@ -77,7 +78,9 @@ class Evaluator:
             plan,
             self.bad,
         )
-        return scores
+        if (mine := turn.get()) is not None:
+            mine.pass_on(until_done=True)
+        return read()
 
     def outputs(self, data: Any, *, batch_size: int, collate: Any, plan: Plan) -> Any:
         """The model's outputs for all of `data`, in its order, on the host."""
@@ -173,7 +176,8 @@ class Evaluator:
 
     def _scores(
         self, dataset: OrderedDataset, feeding: Feeding, metrics: Sequence[str] | Mapping[str, Any], plan: Plan
-    ) -> dict[str, float]:
+    ) -> Callable[[], dict[str, float]]:
+        """Evaluate; what reads the scores, which waits for the device."""
         objective, device = self._objective, self._device
         context = precision_context(plan.numerics, device, objective.modules)
         totals, gathered = Totals(device), make_metrics(metrics, objective.loss)
@@ -193,7 +197,7 @@ class Evaluator:
                     shared = objective.outputs(ready) if gathered else (None, None)
             for metric in gathered.values():
                 metric.add(*shared, samples)
-        return {"loss": totals.mean(), **{name: metric.result() for name, metric in gathered.items()}}
+        return lambda: {"loss": totals.mean(), **{name: metric.result() for name, metric in gathered.items()}}
 
     def _predictions(self, dataset: OrderedDataset, feeding: Feeding, plan: Plan) -> Any:
         outputs = self._outputs(plan, predicting=True)

@@ -13,6 +13,7 @@ import torch
 
 from hotlap import machine
 from hotlap.core.ledger import Ledger
+from hotlap.core.turns import turn
 from hotlap.engine.objective import PendingMean
 from hotlap.engine.rig import Rig
 from hotlap.fitting.session import ProgressState, RunSession
@@ -104,6 +105,8 @@ class LiveTraining:
     def _look_at_memory(self) -> None:
         """Whether memory grows, under one plan: trials and other plans take and give back memory."""
         rig = self._rig
+        if turn.get() is not None:  # others take and give back memory of this process
+            return
         if not self.tuner.done or rig.plan != self._watched_plan:
             self._memory.forget()
             self._watched_plan = rig.plan

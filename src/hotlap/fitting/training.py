@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hotlap.core.errors import DivergedError, StoreError, first_line
 from hotlap.core.terminal import clean
+from hotlap.core.turns import turn
 from hotlap.engine.objective import PendingMean
 from hotlap.engine.step import Window, is_out_of_memory
 from hotlap.fitting.before_the_end import SavedInTime
@@ -106,6 +107,7 @@ class _Loop:
         if task.dataset.bad is not None:
             task.dataset.bad.tell = self._tell_of_bad_sample
         self._begun_at = task.rig.steps
+        self._turn = turn.get()
         self._failed: Window | None = None
         """The window whose step an error ended, where nothing has put the training back."""
         self._step: Callable[[Window], Tensor] = task.rig.advance
@@ -134,6 +136,8 @@ class _Loop:
         # What a forged or foreign state breaks, it breaks in the first step.
         self._step = self._rig.advance if state.from_checkpoint is None else self._step_from_checkpoint
         for window in self._windows(stop):
+            if self._turn is not None and self.tuner.done:  # what tuning times must run alone
+                self._turn.pass_on()
             if self._stepped(window) and (ended := self._between_steps(stop)) is not None:
                 return ended
         return self._after_last_step(stop)
@@ -488,6 +492,8 @@ class _Loop:
         """Write down a record that was begun; what that takes, and `spent_s` until now, is not training's time."""
         if self._open is None:
             return
+        if self._turn is not None:  # reading the loss waits for the device
+            self._turn.pass_on(until_done=True)
         job, state = self._job, self._state
         (record, loss), self._open = self._open, None
         record["train_loss"] = loss.mean()

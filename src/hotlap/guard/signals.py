@@ -10,6 +10,7 @@ from signal import Signals
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from hotlap.core.turns import turn
 from hotlap.machine.session_end import SessionEnd
 
 WATCHED = (signal.SIGINT, signal.SIGTERM)
@@ -21,8 +22,9 @@ EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, **dict.fromkeys(WARNINGS,
 class StopRequest:
     """Inside `with`, signals to stop only set `signal`; afterwards they act as before. Ignored signals stay ignored.
 
-    Outside of the main thread that changes nothing, since Python delivers signals to the main thread only. Shortly
-    before the `end` of the session `signal` becomes SIGTERM by itself.
+    Outside of the main thread that changes nothing, since Python delivers signals to the main thread only. A training
+    that takes turns with others stops with them. Shortly before the `end` of the session `signal` becomes SIGTERM by
+    itself.
     """
 
     def __init__(self, end: SessionEnd | None = None, *, lead_s: float = 0.0) -> None:
@@ -33,6 +35,7 @@ class StopRequest:
         """What asked for the stop, in words."""
         self._signal: Signals | None = None
         self._before: dict[Signals, Any] = {}
+        self._turn = turn.get()
 
     @property
     def signal(self) -> Signals | None:
@@ -43,6 +46,8 @@ class StopRequest:
     def comes_before(self, seconds: float) -> bool:
         """Whether to stop rather than begin what takes so many seconds: a stop is asked for, or the session ends."""
         end = self.end
+        if self._signal is None and self._turn is not None and self._turn.stop is not None:
+            self._signal, self.reason = self._turn.stop, self._turn.stop.name
         if self._signal is None and end is not None and end.left_s - end.margin_s <= seconds + self.lead_s:
             self._signal, self.reason = signal.SIGTERM, f"the end of the session: it {end.line}"
         return self._signal is not None

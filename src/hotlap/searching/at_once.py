@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,12 +20,17 @@ from hotlap.core.errors import JobError, TrainingError, shown
 from hotlap.core.job import Job
 from hotlap.core.ledger import Entry, Ledger
 from hotlap.core.plan import Plan
+from hotlap.core.turns import turn
 from hotlap.core.units import show_bytes, show_seconds
 from hotlap.data.dataset import training_dataset
 from hotlap.data.order import mix, seed_host
+from hotlap.engine.capture.recording import drops_in_recurrence
 from hotlap.fitting.task import Found, set_up
-from hotlap.machine.limits import most_workers, read_cpu, read_memory
-from hotlap.searching.processes import Process, Processes, failure, why_not_forked
+from hotlap.machine.cuda import free_for_torch
+from hotlap.machine.limits import most_workers, read_memory
+from hotlap.searching.crews import Pipe, Worker, crew_for, most_at_once, set_up_s, threads_of, why_not_at_once
+from hotlap.searching.processes import Process, failure
+from hotlap.searching.turns import MOST_TURNS
 from hotlap.tuner.stats import Comparison
 
 LAP_S, LAP_STEPS = 0.2, 5
@@ -33,8 +38,6 @@ LAP_S, LAP_STEPS = 0.2, 5
 MOST_QUADS = 8
 LIKELY_LAPS = 10
 """Laps of a comparison, as far as the cost is foreseen: two quads, and the first lap of each side."""
-SET_UP_S = 1.0
-"""Seconds that copies take until their first lap, about."""
 SHARE = 0.1
 """Of the seconds that trainings at once can save, what finding out may cost."""
 MEMORY = 0.5
@@ -73,15 +76,9 @@ def checked(at_once: int | None) -> int | None:
         return None
     if isinstance(at_once, bool) or not isinstance(at_once, int) or at_once < 1:
         raise JobError([f"at_once={shown(at_once)} must be a whole number, 1 or more"])
-    most = most_workers()
-    if at_once > most:
+    if at_once > (most := max(most_workers(), MOST_TURNS)):
         raise JobError([f"at_once={at_once} is too many for this machine: at most {most}"])
     return at_once
-
-
-def threads_of(at_once: int) -> int:
-    """Threads for each of so many trainings."""
-    return max(1, torch.get_num_threads() // at_once)
 
 
 def how_many(
@@ -98,9 +95,8 @@ def how_many(
 
     `side` makes copies of the job: so many, with so many threads each.
     """
-    cores = read_cpu().cores if cores is None else cores
-    most = min(cores, ahead.count)
-    why = why_not_forked(device) or _why_not_worth_it(ahead, most)
+    most = min(most_at_once(device) if cores is None else cores, ahead.count)
+    why = why_not_at_once(device) or _why_alone(job, device) or _why_not_worth_it(ahead, most, device)
     if why is not None:
         _write(ledger, "trainings at once", "not tried", why)
         return 1
@@ -109,11 +105,11 @@ def how_many(
     try:
         count = most
         while count > 1:
-            if why := _why_no_room(count, champion, free_bytes):
+            if why := _why_no_room(count, champion, device, free_bytes):
                 _write(ledger, f"{count} trainings at once", "not tried", why)
                 count //= 2
                 continue
-            rival = side(count, threads_of(count))
+            rival = side(count, threads_of(count, device))
             is_faster = False
             try:
                 is_faster = _is_faster(champion, rival, count, ledger, ahead, most_s=SHARE * saves_s)
@@ -134,18 +130,26 @@ def how_many(
     return best
 
 
-def _why_not_worth_it(ahead: Ahead, most: int) -> str | None:
+def _why_alone(job: Job, device: torch.device) -> str | None:
+    if drops_in_recurrence([job.model], device):
+        return "torch has one state of recurrent layers' dropout for a GPU, so these train one after the other"
+    return None
+
+
+def _why_not_worth_it(ahead: Ahead, most: int, device: torch.device) -> str | None:
     if most < 2:
         return "there is one core" if ahead.count > 1 else "one training is left"
     lap_s = max(LAP_S, LAP_STEPS * ahead.step_s)
-    cost_s, saves_s = SET_UP_S + LIKELY_LAPS * lap_s, (1 - 1 / most) * ahead.count * ahead.each_s
+    cost_s, saves_s = set_up_s(most, device) + LIKELY_LAPS * lap_s, (1 - 1 / most) * ahead.count * ahead.each_s
     if cost_s > SHARE * saves_s:
         return f"finding out takes {show_seconds(cost_s)}, and at most {show_seconds(saves_s)} can be saved"
     return None
 
 
-def _why_no_room(count: int, copies: Side, free_bytes: int | None) -> str | None:
-    free = read_memory().free_bytes if free_bytes is None else free_bytes
+def _why_no_room(count: int, copies: Side, device: torch.device, free_bytes: int | None) -> str | None:
+    free = free_bytes
+    if free is None:
+        free = free_for_torch(device) if device.type == "cuda" else read_memory().free_bytes
     need = count * copies.bytes_each()
     if need > MEMORY * free:
         return f"they take about {show_bytes(need)}, and {show_bytes(free)} are free"
@@ -188,64 +192,89 @@ def _write(
 
 
 class Copies:
-    """Copies of a training in processes of their own. They step only in laps, and leave nothing behind."""
+    """Copies of a training, in processes or in turns. They step only in laps, and leave nothing behind."""
 
     def __init__(self, job: Job, plan: Chosen, count: int, threads: int) -> None:
-        self._processes = Processes()
+        self._device = machine.choose_device(job.device)
+        self._crew, self._before = crew_for(self._device), self._taken()
 
-        def work(pipe: Connection) -> None:
-            try:
-                _step_on_request(job, plan, pipe)
-            except (EOFError, BrokenPipeError):
-                raise
-            except Exception as error:
-                pipe.send(failure(error))
+        def started() -> Worker:
+            mine = _twin_of(job) if self._crew.shares_memory else job
+
+            def work(pipe: Pipe) -> None:
+                try:
+                    _step_on_request(mine, plan, pipe)
+                except (EOFError, BrokenPipeError):
+                    raise
+                except Exception as error:
+                    pipe.send(failure(error))
+
+            worker: Worker = self._crew.start(work, threads=threads)
+            return worker
 
         try:
-            self._copies = [self._processes.start(work, threads=threads) for _ in range(count)]
-        except OSError:
+            self._copies = [started() for _ in range(count)]
+        except BaseException:
             self.close()
             raise
 
     def lap(self, seconds: float) -> float:
         """Seconds an update, over all copies."""
-        for copy in self._copies:
-            copy.pipe.send(seconds)
+        for one in self._copies:
+            one.pipe.send(seconds)
         paces = dict.fromkeys(self._copies, 0.0)
-        missing: set[Process] = set(self._copies)
+        missing: set[Worker] = set(self._copies)
         while missing:
-            for copy in self._processes.wait():
-                answer = copy.receive()
+            for one in self._crew.wait():
+                answer = one.receive()
                 if isinstance(answer, str):
                     raise TrainingError(answer)
-                paces[copy] = 1 / answer
-                missing.discard(copy)
+                paces[one] = 1 / answer
+                missing.discard(one)
         return 1 / math.fsum(paces.values())
 
     def bytes_each(self) -> int:
-        """The memory that the first copy shares with no other process."""
-        return int(psutil.Process(self._copies[0].pid).memory_full_info().uss)
+        """The memory that a copy shares with no other."""
+        if self._crew.shares_memory:
+            return max(0, self._taken() - self._before) // len(self._copies)
+        first = self._copies[0]
+        assert isinstance(first, Process)
+        return int(psutil.Process(first.pid).memory_full_info().uss)
 
     def close(self) -> None:
         """End the copies."""
-        self._processes.close()
+        self._crew.close()
+
+    def _taken(self) -> int:
+        return torch.cuda.memory_reserved(self._device) if self._device.type == "cuda" else 0
 
 
-def _step_on_request(job: Job, plan: Chosen, pipe: Connection) -> None:
+def _twin_of(job: Job) -> Job:
+    """The same job with a model, loss and optimizer of its own, on the same data."""
+    own = copy.deepcopy((job.model, job.loss, job.optimizer))
+    return dataclasses.replace(job, model=own[0], loss=own[1], optimizer=own[2])
+
+
+def _step_on_request(job: Job, plan: Chosen, pipe: Pipe) -> None:
     """Train for ever, as many seconds at a time as the pipe asks for."""
-    device, console = machine.choose_device(job.device), open_console(False)
+    device, console, mine = machine.choose_device(job.device), open_console(False), turn.get()
     seed_host(mix(job.seed))
     # A schedule made for the job's own updates may refuse to go on beyond them, and takes no time to speak of.
     endless = dataclasses.replace(job, schedule=None)
-    dataset = training_dataset(endless, workers=machine.workers_wanted(), on_gpu=False)
+    dataset = training_dataset(endless, workers=machine.workers_wanted(), on_gpu=device.type == "cuda")
     chosen = plan.plan if isinstance(plan, Found) else plan if isinstance(plan, Plan) else "off"
     rig = set_up(endless, dataset, chosen, device, console, save_every=0).rig
     windows = rig.windows()
     while True:
         lap_s = pipe.recv()
         rig.advance(next(windows))  # what other processes did meanwhile has emptied the caches
-        steps, began_s = 0, time.perf_counter()
-        while not steps or time.perf_counter() - began_s < lap_s:
-            rig.advance(next(windows))
-            steps += 1
-        pipe.send((time.perf_counter() - began_s) / steps)
+        updates, began_s = 0, time.perf_counter()
+        while not updates or time.perf_counter() - began_s < lap_s:
+            window = next(windows)
+            rig.advance(window)
+            updates += window.updates
+            if mine is not None:
+                mine.pass_on()
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        pipe.send((time.perf_counter() - began_s) / updates)

@@ -116,8 +116,9 @@ class _Many:
                 raise ended.error
             if ended.error is not None:
                 self._failed[ended.number] = ended.error
-            if isinstance(ended.run, Run) and job is not None:
+            if isinstance(ended.run, Run):
                 here[ended.number] = ended.run
+            if isinstance(ended.run, Run) and job is not None:
                 self._learn(job, ended.run, left=len(self._jobs) - ended.number - 1)
         if len(self._trainings.ledger):
             RunFolder(self._folder).write_ledger(self._trainings.ledger)

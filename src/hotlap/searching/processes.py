@@ -38,7 +38,7 @@ STOP_S: Final = 60.0
 def why_not_forked(device: torch.device) -> str | None:
     """Why trainings on a device cannot run in forked processes; None where they can."""
     if device.type != "cpu":
-        return "trainings on a GPU run one after the other"
+        return f"trainings on {device.type} run one after the other"
     if sys.platform != "linux":
         return "only Linux forks a process that computes"
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -96,6 +96,8 @@ def _ended_words(status: int) -> str:
 class Processes:
     """Forked processes of this one; they end with it."""
 
+    shares_memory: Final = False
+
     def __init__(self) -> None:
         self.running: list[Process] = []
         self._session_end = session_end()
@@ -106,10 +108,10 @@ class Processes:
         self._thread = threading.Thread(target=self._make_forks, name="hotlap forks", daemon=True)
         self._thread.start()
 
-    def start(self, work: Callable[[Connection], None], *, threads: int) -> Process:
+    def start(self, work: Callable[[Connection], None], *, threads: int, alone: bool = False) -> Process:
         """Call `work` with the other end of a pipe, in a new process that computes with so many threads.
 
-        Raises OSError where there is no memory or no process.
+        Each is alone in its process. Raises OSError where there is no memory or no process.
         """
         ours, theirs = Pipe()
         answers: queue.SimpleQueue[int | OSError] = queue.SimpleQueue()

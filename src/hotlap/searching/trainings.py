@@ -1,4 +1,4 @@
-"""Several trainings: one after the other in this process, or some at once in processes of their own."""
+"""Several trainings: one after the other in this process, or some at once, in processes or in turns."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing.connection import Connection
 from typing import Any
 
 from hotlap.core.console import Console
 from hotlap.core.errors import JobError, TrainingError
 from hotlap.core.job import Job
 from hotlap.core.ledger import Ledger
+from hotlap.engine.capture.recording import drops_in_recurrence
 from hotlap.fitting.run import FinishedRun
 from hotlap.machine.device import choose_device
-from hotlap.searching.at_once import Ahead, Chosen, Copies, how_many, threads_of
-from hotlap.searching.processes import Process, Processes, failure, why_not_forked
+from hotlap.searching.at_once import Ahead, Chosen, Copies, how_many
+from hotlap.searching.crews import Crew, Pipe, Worker, crew_for, threads_of, why_not_at_once
+from hotlap.searching.processes import failure
 from hotlap.trees.job import TreeJob
 
 Judge = Callable[[dict[str, Any]], object]
@@ -38,7 +39,7 @@ class Ended:
     stopped: str = ""
     left_out: tuple[str, ...] = ()
     run: FinishedRun | None = None
-    """None where another process trained; its folder holds all."""
+    """None where another process trained it; its folder holds all."""
     error: Exception | None = None
     """What it raised, if it failed."""
 
@@ -59,8 +60,8 @@ class Trainings:
         self.at_once, self.ledger = at_once or 1, Ledger()
         self._is_decided, self._console = at_once is not None, console
         self._waiting: _Begun | None = None
-        self._begun: dict[Process, _Begun] = {}
-        self._processes: Processes | None = None
+        self._begun: dict[Worker, _Begun] = {}
+        self._crew: Crew | None = None
 
     def run(
         self,
@@ -124,37 +125,40 @@ class Trainings:
         if self.at_once == 1:
             self._waiting = begun
             return
-        why = why_not_forked(choose_device(job.device)) if isinstance(job, Job) else "trees use all cores by themselves"
+        if not isinstance(job, Job):
+            raise JobError([f"at_once={self.at_once}: trees use all cores by themselves"])
+        device = choose_device(job.device)
+        why = why_not_at_once(device, self.at_once)
         if why is not None:
             raise JobError([f"at_once={self.at_once}: {why}"])
-        if self._processes is None:
-            self._processes = Processes()
+        crew = self._crew = self._crew or crew_for(device)
 
-        def work(pipe: Connection) -> None:
-            pipe.send(_outcome(train, pipe))
+        def work(pipe: Pipe) -> None:
+            pipe.send(_outcome(train, pipe, is_sent=not crew.shares_memory))
 
-        self._begun[self._processes.start(work, threads=threads_of(self.at_once))] = begun
+        alone = drops_in_recurrence([job.model], device)  # torch has one state of that dropout for each GPU
+        self._begun[crew.start(work, threads=threads_of(self.at_once, device), alone=alone)] = begun
 
     def next(self) -> Ended:
         """The next training that ends; evaluations of all are judged meanwhile."""
         if self._waiting is not None:
             begun, self._waiting = self._waiting, None
             return self._trained_here(begun)
-        assert self._processes is not None
+        assert self._crew is not None
         while True:
-            for process in self._processes.wait():
-                begun = self._begun[process]
+            for worker in self._crew.wait():
+                begun = self._begun[worker]
                 try:
-                    what, told = process.receive()
+                    what, told = worker.receive()
                 except TrainingError as error:
                     what, told = "failed", error
                 if what == "evaluated":
                     answer = begun.judge(told)
                     with contextlib.suppress(BrokenPipeError):  # it has ended; the next look tells how
-                        process.pipe.send(answer if isinstance(answer, str) else None)
+                        worker.pipe.send(answer if isinstance(answer, str) else None)
                     continue
-                self._begun.pop(process)
-                self._processes.forget(process)
+                self._begun.pop(worker)
+                self._crew.forget(worker)
                 seconds = time.perf_counter() - begun.began_s
                 if what == "failed":
                     return Ended(number=begun.number, seconds=seconds, error=told)
@@ -166,9 +170,9 @@ class Trainings:
 
     def close(self) -> None:
         """End what still trains; each training saves a checkpoint first, where it keeps any."""
-        if self._processes is not None:
-            self._processes.close()
-        self._processes = None
+        if self._crew is not None:
+            self._crew.close()
+        self._crew = None
         self._begun.clear()
 
     def _trained_here(self, begun: _Begun) -> Ended:
@@ -188,19 +192,20 @@ def _figures(run: FinishedRun) -> dict[str, Any]:
     return {"best": run.best, "stopped": run.stopped, "left_out": run.left_out}
 
 
-def _outcome(train: Train, pipe: Connection) -> tuple[str, Any]:
-    """Train, in another process; what is sent back."""
+def _outcome(train: Train, pipe: Pipe, *, is_sent: bool) -> tuple[str, Any]:
+    """Train, with the other end of this pipe; what comes back. It `is_sent` from one process to another, or handed."""
 
     def judge(record: dict[str, Any]) -> Any:
         pipe.send(("evaluated", record))
         return pipe.recv()
 
     try:
-        return "ended", _figures(train(judge))
+        run = train(judge)
+        return "ended", _figures(run) | ({} if is_sent else {"run": run})
     except (EOFError, BrokenPipeError):
         raise
     except Exception as error:
-        return "failed", _as_sent(error)
+        return "failed", _as_sent(error) if is_sent else error
 
 
 def _as_sent(error: Exception) -> Exception:

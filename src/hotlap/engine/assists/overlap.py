@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hotlap.core.torch_private import aten_unsafe_view, foreach_copy_, function_mode_count
-from hotlap.engine.capture.recording import is_observed, is_recording
+from hotlap.core.turns import turn
+from hotlap.engine.capture.recording import another_stream, is_observed, is_recording
 
 GROUP_BYTES = 64 * 2**20
 """Bytes of weights that are cast at once. Their gradients in 16 bits stay until the last of them is there."""
@@ -330,10 +331,15 @@ def _is_usual(weight: Tensor) -> bool:
     )
 
 
-@cache
 def _second_stream(device: torch.device) -> torch.cuda.Stream:
-    # One for the process, since cuBLAS keeps memory for each stream that it has used.
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return _stream_beside(device, None if turn.get() is None else torch.cuda.current_stream(device).cuda_stream)
+
+
+@cache
+def _stream_beside(device: torch.device, own: int | None) -> torch.cuda.Stream:
+    # One for the process, since cuBLAS keeps memory for each stream that it has used. Recordings that are replayed at
+    # the same time must not share that memory, so each training that takes turns has one.
+    return another_stream(device)
 
 
 _TORCHS_OWN = {name: vars(F)[name] for name in ("linear", *_CONVOLUTIONS)}

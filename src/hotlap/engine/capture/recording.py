@@ -32,6 +32,7 @@ from hotlap.core.torch_private import (
     peek_interpreter_stack,
     top_saved_tensors_hooks,
 )
+from hotlap.core.turns import turn
 from hotlap.core.units import show_seconds
 from hotlap.core.warning_filters import filtered
 from hotlap.data.order import HostRandomness
@@ -304,7 +305,7 @@ class Recorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = _recording_stream(self._number)
+        self._stream = _recording_stream(self._number) if turn.get() is None else torch.cuda.current_stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._made: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 
@@ -369,7 +370,20 @@ def _in_time(work: Callable[[], None]) -> None:
 def _recording_stream(number: int) -> torch.cuda.Stream:
     # One for the process, since cuBLAS keeps memory for each stream that it has used. Work on it has priority over work
     # beside it, which waits.
-    return torch.cuda.Stream(number, priority=-1)  # type: ignore[no-untyped-call]
+    return another_stream(torch.device("cuda", number), priority=-1)
+
+
+_given_out: set[int] = set()
+
+
+def another_stream(device: torch.device, *, priority: int = 0) -> torch.cuda.Stream:
+    """A stream that this has not given out before: torch gives out the same 32 again and again."""
+    for _ in range(32):
+        stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+        if stream.cuda_stream not in _given_out:
+            break
+    _given_out.add(stream.cuda_stream)
+    return stream
 
 
 @contextmanager
