@@ -4,7 +4,9 @@
 | --- | --- |
 | `many` | `fit_many` |
 | `search`, `space`, `trials` | `search`: what may vary, and the trials on disk by Optuna |
-| `trainings` | trains one after the other in this process, or several at once in others |
+| `trainings` | trains one after the other in this process, or several at once |
 | `at_once` | how many at once are fastest, measured on copies of a job |
-| `processes` | forked processes that compute |
+| `crews` | what trains several at once on which device |
+| `processes` | forked processes that compute, on the CPU |
+| `turns` | threads of this process that compute in turns, on a GPU |
 """

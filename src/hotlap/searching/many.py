@@ -42,8 +42,8 @@ def fit_many(
     Args:
         jobs: Each a Job with a model of its own, or a function that makes one. A function is called when its turn
             comes, after hotlap has seeded torch, numpy and Python, and once more at the end for its model.
-        at_once: Jobs that train at once, each in a process of its own on the CPU. None: as many as hotlap measures to
-            be fastest, once the first job has ended.
+        at_once: Jobs that train at once: in processes on the CPU, in turns on a GPU. None: as many as hotlap measures
+            to be fastest, once the first job has ended.
         plan: As for `fit`. With "auto" each job begins with the plan that the first one found.
         out: A new or empty folder, in which each job gets a folder. None: a new one under `runs/`.
         resume: The folder of an earlier call with the same jobs. Jobs that have ended are read; others go on.

@@ -139,7 +139,7 @@ def search(
         plan: As for `fit`. With "auto" each trial begins with the plan that an earlier one found.
         prune: End a trial from its second evaluation on if it is worse there than the median of at least five others.
         seed: Decides the values and the first weights of each trial.
-        at_once: Trials that train at once, each in a process of its own on the CPU. None: as many as hotlap measures
+        at_once: Trials that train at once: in processes on the CPU, in turns on a GPU. None: as many as hotlap measures
             to be fastest, once the first trial has ended. The values of a trial depend on which others have ended.
         save_every: Updates between checkpoints of a trial, as for `fit`.
         progress: Show progress on stderr.

@@ -169,7 +169,7 @@ class InTurns:
 
     def _queued(self) -> int:
         """Steps that the GPU has not done."""
-        while self._ahead and self._ahead[0].query():
+        while self._ahead and self._ahead[0].query():  # type: ignore[no-untyped-call]
             self._ahead.popleft()
         return len(self._ahead)
 
@@ -235,7 +235,7 @@ class Turns:
 
     def __init__(self, device: torch.device) -> None:
         if device.type == "cuda":
-            torch.cuda.init()
+            torch.cuda.init()  # type: ignore[no-untyped-call]
             device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self.device, self.back = device, threading.Semaphore(0)
         self.running: list[InTurns] = []
@@ -287,8 +287,7 @@ class Turns:
             time.sleep(POLL_S)
             return
         if training is not self._holder:
-            if self._holder is not None:
-                self._holder.generators = Generators(self.device)
+            self._set_aside()
             training.generators.restore()
             self._holder = training
         training.go_on()
@@ -308,10 +307,14 @@ class Turns:
     @contextlib.contextmanager
     def _own_generators(self) -> Iterator[None]:
         """Inside, generators move with the turns; afterwards the caller's are in use."""
-        mine, self._holder = Generators(self.device), None
+        mine = Generators(self.device)
         try:
             yield
         finally:
-            if self._holder is not None:
-                self._holder.generators, self._holder = Generators(self.device), None
+            self._set_aside()
             mine.restore()
+
+    def _set_aside(self) -> None:
+        """Keep the generators of the training that had the last turn, as it left them."""
+        if self._holder is not None:
+            self._holder.generators, self._holder = Generators(self.device), None
