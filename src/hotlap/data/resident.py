@@ -464,7 +464,7 @@ def _fetched(source: Source, device: torch.device, progress: Progress | None) ->
                 target[start:end].copy_(part)
         if progress is not None:
             progress(end, total)
-    columns = StackedColumns(whole)
+    columns = StackedColumns(map_tensors(whole, held_once))
     columns.left_out = left_out
     return columns
 
