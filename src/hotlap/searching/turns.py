@@ -36,7 +36,7 @@ from hotlap.machine.session_end import session_end
 
 MOST_TURNS: Final = 16
 """Trainings at a time. torch has 32 streams of a kind, and each training needs its own of two kinds."""
-TURN_S: Final = 1e-3
+TURN_S: Final = 4e-3
 """A turn ends after so many seconds,"""
 AHEAD: Final = MOST_AHEAD - 2
 """or once so many of its steps are queued on the GPU. With one more, a replay would wait for the GPU."""
