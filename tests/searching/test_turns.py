@@ -244,6 +244,19 @@ def test_up_to_16_turns_are_tried_however_few_cores_there_are():
     ]
 
 
+def test_a_model_that_cannot_be_copied_is_trained_one_after_the_other():
+    class Single(nn.Linear):
+        def __deepcopy__(self, memo):
+            raise TypeError("there is one of me")
+
+    ledger, mine = Ledger(), job(model=Single(5, 3).double())
+    ahead = Ahead(count=50, each_s=100.0, step_s=0.001)
+    assert how_many(mine, ahead, ledger, functools.partial(Copies, mine, "off"), device=CPU) == 1
+    assert [(entry.outcome, entry.why) for entry in ledger] == [
+        ("rejected", "the model cannot be copied: TypeError: there is one of me")
+    ]
+
+
 # --- turns ----------------------------------------------------------------------------------------------
 
 

@@ -100,9 +100,11 @@ def how_many(
     if why is not None:
         _write(ledger, "trainings at once", "not tried", why)
         return 1
-    best, champion = 1, side(1, torch.get_num_threads())
+    best = 1
+    champion: Side | None = None
     began_s, saves_s = time.perf_counter(), ahead.count * ahead.each_s
     try:
+        champion = side(1, torch.get_num_threads())
         count = most
         while count > 1:
             if why := _why_no_room(count, champion, device, free_bytes):
@@ -126,7 +128,8 @@ def how_many(
         _write(ledger, "trainings at once", "rejected", str(error))
         best = 1
     finally:
-        champion.close()
+        if champion is not None:
+            champion.close()
     return best
 
 
@@ -250,8 +253,11 @@ class Copies:
 
 
 def _twin_of(job: Job) -> Job:
-    """The same job with a model, loss and optimizer of its own, on the same data."""
-    own = copy.deepcopy((job.model, job.loss, job.optimizer))
+    """The same job with copies of model, loss and optimizer, on the same data. Raises TrainingError."""
+    try:
+        own = copy.deepcopy((job.model, job.loss, job.optimizer))
+    except Exception as error:  # the user's classes may refuse it
+        raise TrainingError(f"the model cannot be copied: {failure(error)}") from error
     return dataclasses.replace(job, model=own[0], loss=own[1], optimizer=own[2])
 
 

@@ -97,7 +97,7 @@ os.register_at_fork(after_in_child=_idle.clear)  # a fork lacks their threads
 
 
 class InTurns:
-    """A training in a lane of its own, and the pipe to it."""
+    """A training in a lane, and the pipe to it."""
 
     def __init__(self, work: Callable[[Any], None], turns: Turns, *, alone: bool) -> None:
         self.is_alone = alone
