@@ -197,7 +197,9 @@ def row(planted: Planted, seconds: float, rounds: int) -> Row:
     if planted.kind == "memory":
         updates = int(found[0]["over"].split()[0].replace(",", "")) if found[0]["over"] else 0
         predicted = median(float(one.get("grows_bytes") or 0) for one in firsts) * updates
-        return Row(planted, names, took_s, predicted, median(b.grown - a.grown for b, a in zip(before, after, strict=True)))
+        return Row(
+            planted, names, took_s, predicted, median(b.grown - a.grown for b, a in zip(before, after, strict=True))
+        )
     whole_s = median(one.seconds for one in before)
     gave = whole_s - median(one.seconds for one in after)
     costs = [one["cost_s"] for one in firsts]

@@ -51,6 +51,8 @@ class CallWatch(TorchFunctionMode):
         self.updates = 0
         self.backwards = 0
         self._seconds: defaultdict[tuple[str, int], float] = defaultdict(float)
+        self._bare: defaultdict[tuple[str, int], float] = defaultdict(float)
+        """The part in calls that record no graph and give a tensor."""
         self._copies: list[_Copy] = []
         self._needless: dict[tuple[tuple[str, int], str], list[float]] = {}
         self._sizes: dict[tuple[tuple[str, int], str], int] = {}
@@ -65,6 +67,8 @@ class CallWatch(TorchFunctionMode):
         if line is not None:
             self._seconds[line] += took_s
             name = getattr(func, "__name__", "")
+            if isinstance(result, Tensor) and not result.requires_grad and name not in COPIES:
+                self._bare[line] += took_s
             if name in COPIES:
                 self._note_copy(line, name, took_s, args, result)
             elif name == "backward":
@@ -91,6 +95,13 @@ class CallWatch(TorchFunctionMode):
     def seconds_at(self, file: str, line: int) -> float:
         """Seconds an update in calls of torch from this line."""
         return self._seconds[file, line] / max(1, self.updates)
+
+    def readings_at(self, file: str, line: int) -> float:
+        """Seconds an update in calls from this line that make tensors without a graph, as `p.grad.norm()` does.
+
+        At a line that reads values back they serve the reading alone.
+        """
+        return self._bare[file, line] / max(1, self.updates)
 
     def copies(self) -> list[LineCost]:
         """Needless copies, the costliest first."""

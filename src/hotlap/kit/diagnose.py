@@ -48,6 +48,10 @@ UNKNOWN = 1000
 """Updates that costs are for, if neither the training nor its epochs show their length."""
 BEFORE_TRIALS = 0.6
 """The share of the time for the first look; the rest is for tries of other settings."""
+TRY_S = 10.0
+"""Most seconds for the updates of a try."""
+LATE = 0.25
+"""The share of the time beyond it by which the start of a script may end late, in a try."""
 EVERY = 50
 """Updates between two entries of a log, in remedies."""
 _LOGS = re.compile(r"flush|fsync|write|print\(|log|save|dump|add_scalar|savefig", re.IGNORECASE)
@@ -64,6 +68,8 @@ class Tried:
     """Seconds a sample as it is, and with the larger batch."""
     bare_step_s: float | None = None
     """Seconds an update without the harmful variables."""
+    left_out: tuple[str, ...] = ()
+    """Tries that there was no time for."""
 
 
 def diagnose_script(target: Target, *, seconds: float, say: Say) -> Findings:
@@ -84,31 +90,35 @@ def diagnose_script(target: Target, *, seconds: float, say: Say) -> Findings:
     observed = Observed.of(seen.diagnosis)
     if not observed.updates:
         raise TrainingError(f"{target.name} ended after {seen.updates:,} updates, too few to diagnose it")
-    tried = _tries(target, seen, observed, until, say)
+    tried = _tries(target, seen, observed, until + LATE * seconds, say)
     found = findings_of(target.name, seen, observed, tried, command)
     return replace(found, notes=(RUNS, *found.notes))
 
 
 def _tries(target: Target, seen: ProbeResult, observed: Observed, until: float, say: Say) -> Tried:
-    """Try the script without harmful variables, and with a larger batch, while there is time."""
-    tried = Tried()
-    if observed.variables and time.monotonic() < until:
-        names = [one.partition("=")[0] for one in observed.variables]
+    """Try the script without harmful variables, and with a larger batch, as far as each may begin to train in time."""
+    tried, left_out = Tried(), []
+    names, size = [one.partition("=")[0] for one in observed.variables], _larger(seen)
+    if names and time.monotonic() + observed.begun_s > until:
+        left_out.append(f"to run it without {', '.join(names)}")
+    elif names:
         say(f"diagnose   runs it without {', '.join(names)}")
-        bare = _tried(target, ProbeRequest(without=names, lap_s=0.2))
+        bare = _tried(target, ProbeRequest(without=names, lap_s=0.2), until)
         tried = tried if bare is None else replace(tried, bare_step_s=bare.step_s)
-    size = _larger(seen)
-    if size is not None and time.monotonic() < until:
+    if size is not None and time.monotonic() + observed.begun_s > until:
+        left_out.append(f"to try batches of {size:,}")
+    elif size is not None:
         say(f"diagnose   tries batches of {size:,}")
-        large = _tried(target, ProbeRequest(loader=seen.loader, change={"batch_size": size}, laps=3, lap_s=0.2))
+        request = ProbeRequest(loader=seen.loader, change={"batch_size": size}, laps=3, lap_s=0.2)
+        large = _tried(target, request, until)
         if large is not None and large.sample_s is not None:
             tried = replace(tried, larger=size, own_sample_s=seen.sample_s, larger_sample_s=large.sample_s)
-    return tried
+    return replace(tried, left_out=tuple(left_out))
 
 
-def _tried(target: Target, request: ProbeRequest) -> ProbeResult | None:
+def _tried(target: Target, request: ProbeRequest, until: float) -> ProbeResult | None:
     try:
-        seen = run_probe(target, request)
+        seen = run_probe(target, request, most_s=max(1.0, until - time.monotonic()) + TRY_S)
     except HotlapError:  # it may only work as it is
         return None
     return seen if seen.laps else None
@@ -175,7 +185,18 @@ def findings_of(name: str, seen: ProbeResult, observed: Observed, tried: Tried, 
     )
     line = f"{bound.line}; {show_seconds(step_s)} an update" if bound is not None else ""
     whole_s = judge.updates * (step_s + rate)
+    judge.notes += _unseen(observed, tried)
     return Findings(name=name, found=found, bound=line, over=judge.over, whole_s=whole_s, notes=tuple(judge.notes))
+
+
+def _unseen(observed: Observed, tried: Tried) -> Iterator[str]:
+    """Notes on what there was no time for."""
+    if observed.unseen and observed.ended:
+        yield f"the script ended before hotlap could look for {', '.join(observed.unseen)}"
+    left = [f"to look for {', '.join(observed.unseen)}"] if observed.unseen and not observed.ended else []
+    left += tried.left_out
+    if left:
+        yield f"there was no time left {', or '.join(left)}: give it more with --seconds"
 
 
 class _Judge:
@@ -362,17 +383,20 @@ class _Judge:
 
     def _device(self) -> Iterator[Finding]:
         observed = self._observed
-        if observed.wide is not None and observed.wide.saved:
-            pair = observed.wide
+        pair, whole = observed.wide_updates or observed.wide, observed.wide_updates is not None
+        if pair is not None and pair.saved:
             file = self._seen_file
             diff = remedies.every_line_changed(file, remedies.narrowed) if file else ""
             yield Finding(
                 name="float64",
                 what="the model computes in float64, which float32 does faster",
-                evidence=(f"its passes take {show_seconds(pair.now_s)}, and {show_seconds(pair.then_s)} in float32",),
+                evidence=(
+                    f"{'an update takes' if whole else 'its passes take'} {show_seconds(pair.now_s)}, "
+                    f"and {show_seconds(pair.then_s)} in float32",
+                ),
                 where=_first_changed(file, diff) or None,
                 change="\n".join(filter(None, ("use float32 for the model and the data", diff))),
-                **self._costs(pair.saved * self._computing_s),
+                **self._costs(pair.saved * (self._step_s if whole else self._computing_s)),
             )
         if observed.on_cpu is not None:
             pair = observed.on_cpu
@@ -445,7 +469,8 @@ class _Judge:
         fewer = 1 - own.batch_size / size
         bare_s = min(self._step_s, own_s * own.samples_an_update)  # of a job, timed apart from its batches
         saved_s = (1 - large_s / own_s) * bare_s - fewer * others
-        for pair in (self._observed.wide, self._observed.on_cpu):  # what is left of it once these are mended
+        observed = self._observed
+        for pair in (observed.wide_updates or observed.wide, observed.on_cpu):  # what mending these leaves of it
             saved_s *= 1 - pair.saved if pair is not None else 1
         if saved_s < GAIN * self._step_s:
             return
@@ -456,6 +481,7 @@ class _Judge:
             what=f"batches of {own.batch_size:,} are too small for the device",
             evidence=(a_sample,),
             where=self._observed.loader_at or None,
+            changes_training=True,
             change="\n".join(
                 filter(
                     None,

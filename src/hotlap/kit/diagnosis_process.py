@@ -5,7 +5,8 @@
 1. `times`: updates as they are, with samples of the lines that take the time
 2. `calls`: every call of torch, and waits for the GPU
 3. `grows`: tensors that stay from update to update
-4. `evaluates`: updates as they are, until an evaluation is over; left out if there was one
+4. `narrows`: updates of a float64 training, in float64 and in float32 in turn
+5. `evaluates`: updates as they are, until an evaluation is over; left out if there was one
 
 At the end the model's passes are timed in other ways. Nothing runs on after that.
 """
@@ -19,7 +20,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -38,6 +39,7 @@ from hotlap.data.sources import tensors_in
 from hotlap.fitting.lost_workers import is_lost
 from hotlap.kit import other_ways
 from hotlap.kit.call_watch import CallWatch
+from hotlap.kit.in_float32 import InFloat32
 from hotlap.kit.line_sampler import FEEDING, OWN, LineSampler, users_frame, users_line
 from hotlap.kit.observed import EvaluationSeen, LineCost, Observed, Pair, place
 from hotlap.kit.probe import ProbeRequest
@@ -57,8 +59,13 @@ LEAST_OWN = 0.02
 """The share of an update from which on a line of the user counts."""
 FIRST = 10
 """Updates that an epoch's length is expected from."""
-LATE_S = 10.0
-"""Seconds beyond the time for a diagnosis, after which the process ends wherever the script is."""
+LATE = 0.2
+"""The part of the time for a diagnosis beyond it, after which the process ends wherever the script is."""
+NARROWED_S = 3.0
+"""Seconds to try float32 for."""
+LEAST_SHARE = 0.5
+"""The part of the time for a diagnosis that is left after the first update, however late that comes."""
+STAGES = ("warm", "times", "calls", "grows", "narrows", "evaluates", "")
 
 
 class DiagnosisWatch(ScriptWatch):
@@ -90,28 +97,21 @@ class DiagnosisWatch(ScriptWatch):
         self._inputs: dict[str, tuple[nn.Module, Any, Any]] = {}
         """Model and inputs of the last call in training, and in an evaluation that records a graph."""
         self._evaluation = _Evaluation()
+        self._narrow: InFloat32 | None = None
         self._has_ended = self._is_written = False
 
     def __enter__(self) -> None:
         super().__enter__()
-        if self._request.without:
-            self._patches.put(os._Environ, "__setitem__", self._set_unless_left_out)
         self._patches.hooked("model", register_module_forward_pre_hook(self._called))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._stage == "narrows" and isinstance(error, Exception):
+            kind = error = at = None  # the script may not bear the change
         self._has_ended = error is None or isinstance(error, SystemExit)
         if error is not None and is_lost(error):
             self._note_lost_workers()
         self._leave_stage()
         super().__exit__(kind, error, at)
-
-    def _set_unless_left_out(self, original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def put(environment: Any, name: str, value: str) -> None:
-            if name not in self._request.without:
-                original(environment, name, value)
-
-        return put
 
     # --- the script's loaders ----------------------------------------------------------------------
 
@@ -255,14 +255,20 @@ class DiagnosisWatch(ScriptWatch):
         elif self._stage == "grows" and self._turns is not None:
             self._wait()
             self._turns.end()
+        elif self._stage == "narrows" and self._narrow is not None:
+            self._wait()
+            self._narrow.update_took(time.perf_counter() - self._before_at - paused_s)
         if self._is_done():
             self._next()
         self._stepped_at = time.perf_counter()  # what hotlap did here is no part of the next update
 
     def _begin_time(self) -> None:
         assert self._request.diagnose_s is not None
-        self._until = time.monotonic() + self._request.diagnose_s
-        timer = threading.Timer(self._request.diagnose_s + LATE_S, self._end_late)
+        most_s = self._request.diagnose_s
+        self._observed.begun_s = max(0.0, time.time() - psutil.Process().create_time())
+        left_s = max(LEAST_SHARE * most_s, most_s - self._observed.begun_s)
+        self._until = time.monotonic() + left_s
+        timer = threading.Timer(left_s + LATE * most_s, self._end_late)
         timer.daemon = True
         timer.start()
 
@@ -283,6 +289,8 @@ class DiagnosisWatch(ScriptWatch):
             return self._calls.updates >= (CALLS if spent_s >= CALLS_S else MOST_CALLS)
         if self._stage == "grows":
             return self._turns is not None and self._turns.are_done
+        if self._stage == "narrows":
+            return self._narrow is None or self._narrow.is_done or spent_s >= NARROWED_S
         return self._evaluation.count > 0 or not self._evaluates_soon()
 
     def _evaluates_soon(self) -> bool:
@@ -297,8 +305,9 @@ class DiagnosisWatch(ScriptWatch):
     def _next(self) -> None:
         """Leave the current stage, and begin the next one that is worth it."""
         self._leave_stage()
-        order = {"warm": "times", "times": "calls", "calls": "grows", "grows": "evaluates", "evaluates": ""}
-        self._stage = order[self._stage]
+        if time.monotonic() > self._until:
+            self._end()
+        self._stage = STAGES[STAGES.index(self._stage) + 1]
         if self._stage == "times":
             self._watch_models()
             if not self._is_fed:  # what a loader gave before the training is no part of it
@@ -315,9 +324,14 @@ class DiagnosisWatch(ScriptWatch):
                 self._waits.install()
         elif self._stage == "grows":
             self._turns = GrowthWatch(self._open_watch(lines=True), graphs_every=2)
-        if not self._stage or time.monotonic() > self._until or (self._stage == "evaluates" and self._is_done()):
-            self._end()
+        elif self._stage == "narrows" and self._optimizer is not None:
+            models = [one for one in self._modules if any(True for _ in one.parameters())]
+            self._narrow = InFloat32(models, self._optimizer) if InFloat32.applies(models) else None
         self._staged_at = time.perf_counter()
+        if not self._stage:
+            self._end()
+        if self._stage in ("narrows", "evaluates") and self._is_done():
+            self._next()
 
     def _leave_stage(self) -> None:
         observed = self._observed
@@ -339,6 +353,9 @@ class DiagnosisWatch(ScriptWatch):
                 observed.held = [asdict(replace(one, line=one.line.removeprefix(here))) for one in self._turns.growth()]
                 observed.graph_steps = self._turns.graph_steps
                 observed.graph_holder = self._turns.graph_holder() if observed.graph_steps else ""
+        elif self._stage == "narrows" and self._narrow is not None:
+            self._narrow.leave()
+            observed.wide_updates, self._narrow = self._narrow.pair(), None
 
     def _note_length(self) -> None:
         """How many updates the training makes, as far as the script shows it."""
@@ -347,6 +364,8 @@ class DiagnosisWatch(ScriptWatch):
 
     def _end_late(self) -> NoReturn:
         """In a thread: end the process in the middle of an update or an evaluation."""
+        if self._is_written:
+            return  # the main thread is about to end it
         self._inputs.clear()
         with suppress(RuntimeError):  # the script may change a dictionary meanwhile
             self._write()
@@ -370,20 +389,36 @@ class DiagnosisWatch(ScriptWatch):
             seen.laps, seen.lap_updates = [[sum(self._times), count * self._samples_an_update]], [count]
         if self._has_ended:
             observed.total_updates = seen.updates
+        observed.ended, observed.unseen = self._has_ended, list(self._unseen())
         observed.loader_at = self._loader_places.get(self._main, "")
         self._observe_epoch()
         self._observe_lines(max(1, count))
         observed.copies, observed.retained = self._calls.copies(), self._calls.retained()
-        observed.waits = [
-            LineCost(where=place(file, line), what=shown, update_s=cost_s, times=times)
-            for file, line, shown, times, cost_s in self._waits.costs(observed.step_s)
-        ]
+        observed.waits = list(self._lines_that_wait())
         problems = variable_problems(os.environ, read_cpu().cores)
         observed.variables = [one.what for one in problems if one.severity == Severity.SLOWS and one.key != "workers"]
         if seen.error is None:
             self._try_other_ways()
         observed.evaluation = self._evaluation.seen(self._without_gradients())
         seen.diagnosis = asdict(observed)
+
+    def _lines_that_wait(self) -> Iterator[LineCost]:
+        """Lines that wait for the GPU, with the calls that serve the reading alone."""
+        seen, step_s = set[tuple[str, int]](), self._observed.step_s
+        for file, line, shown, times, cost_s in self._waits.costs(step_s):
+            reading_s = self._calls.readings_at(file, line) if (file, line) not in seen else 0.0
+            seen.add((file, line))
+            yield LineCost(where=place(file, line), what=shown, update_s=min(step_s, cost_s + reading_s), times=times)
+
+    def _unseen(self) -> Iterator[str]:
+        """What there was no time to look for."""
+        if self._calls.updates < CALLS:
+            yield "copies and waits"
+        if self._turns is None or not self._turns.are_done:
+            yield "memory that grows"
+        is_first = self._observed.epoch_updates is not None and self._epochs <= 1
+        if is_first and not self._has_ended and not self._evaluation.was_there:
+            yield "evaluations"
 
     def _observe_epoch(self) -> None:
         """Compare the first epoch with its first updates, if it was timed as a whole."""
@@ -457,7 +492,7 @@ class _Evaluation:
 
     def begin(self, at: float, stage: str) -> None:
         self.is_on, self._began_at, self.ended_at = True, at, at
-        self.is_distorted = stage in ("calls", "grows")
+        self.is_distorted = stage in ("calls", "grows", "narrows")
 
     def leave(self) -> None:
         """It was no evaluation."""

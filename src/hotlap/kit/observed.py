@@ -92,6 +92,8 @@ class Observed:
     """Backward passes that keep their graph."""
     wide: Pair | None = None
     """The model's passes in float64, and in float32."""
+    wide_updates: Pair | None = None
+    """Whole updates in float64, and in float32."""
     on_cpu: Pair | None = None
     """The model's passes on the CPU, and on the GPU."""
     gpus: int = 0
@@ -108,6 +110,12 @@ class Observed:
     """Harmful variables that are set in the process."""
     lost_workers: bool = False
     """Whether workers of its loader died, and ended it."""
+    unseen: list[str] = field(default_factory=list)
+    """What there was no time to look for."""
+    ended: bool = False
+    """Whether the script came to its end meanwhile."""
+    begun_s: float = 0.0
+    """Seconds from the start of the process to the end of the first update."""
     sampler_share: float = 0.0
     """The part of the time that taking samples of its lines cost."""
 
@@ -117,7 +125,7 @@ class Observed:
         made = dict(values)
         for name in ("own", "copies", "waits", "retained"):
             made[name] = [LineCost(**one) for one in made[name]]
-        for name in ("wide", "on_cpu"):
+        for name in ("wide", "wide_updates", "on_cpu"):
             made[name] = None if made[name] is None else Pair(**made[name])
         seen = made["evaluation"]
         if seen is not None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hotlap.data.batches import map_tensors
 from hotlap.data.sources import tensors_in
+from hotlap.kit.in_float32 import narrowed
 from hotlap.kit.observed import Pair
 
 ROUNDS = 8
@@ -20,8 +21,11 @@ MOST_S = 4.0
 """Seconds after which no new round begins."""
 
 
-def in_turn(now: Callable[[], object], then: Callable[[], object], wait: Callable[[], object]) -> Pair:
-    """Time both in turn, after a first round that does not count."""
+def in_turn(now: Callable[[], object], then: Callable[[], object], wait: Callable[[], object] | None = None) -> Pair:
+    """Time both in turn, after a first round that does not count. `wait` waits for the GPU that does the work.
+
+    Work on the CPU is timed without the time in which this thread waits for a core, which other processes decide.
+    """
     times: list[tuple[float, float]] = []
     begun = time.perf_counter()
     while len(times) <= ROUNDS and (len(times) < 2 or time.perf_counter() - begun < MOST_S):
@@ -30,7 +34,11 @@ def in_turn(now: Callable[[], object], then: Callable[[], object], wait: Callabl
     return Pair(now_s=median(one for one, _ in counted), then_s=median(one for _, one in counted))
 
 
-def _timed(work: Callable[[], object], wait: Callable[[], object]) -> float:
+def _timed(work: Callable[[], object], wait: Callable[[], object] | None) -> float:
+    if wait is None:
+        began = time.thread_time()
+        work()
+        return time.thread_time() - began
     wait()
     began = time.perf_counter()
     work()
@@ -43,7 +51,7 @@ def in_float32(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any])
     narrow = copy.deepcopy(model).float()
     return in_turn(
         lambda: _passes(model, args, kwargs),
-        lambda: _passes(narrow, _changed(args, _narrowed), _changed(kwargs, _narrowed)),
+        lambda: _passes(narrow, _changed(args, narrowed), _changed(kwargs, narrowed)),
         _waiter(model),
     )
 
@@ -86,10 +94,5 @@ def _changed(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return map_tensors(dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs), change)
 
 
-def _narrowed(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype == torch.float64 else tensor
-
-
-def _waiter(model: nn.Module) -> Callable[[], object]:
-    is_there = any(p.is_cuda for p in model.parameters())
-    return torch.cuda.synchronize if is_there else lambda: None
+def _waiter(model: nn.Module) -> Callable[[], object] | None:
+    return torch.cuda.synchronize if any(p.is_cuda for p in model.parameters()) else None

@@ -187,7 +187,7 @@ def _in_copy() -> Iterator[tuple[Path, WorkingCopy]]:
         yield Path(folder), copy
 
 
-def run_probe(target: Target, request: ProbeRequest) -> ProbeResult:
+def run_probe(target: Target, request: ProbeRequest, most_s: float = MOST_S) -> ProbeResult:
     """Run a script for some updates as the request says, and return what the process has seen.
 
     Raises ScriptEndedError if the script ends by an error of its own, TooShortError if it ends before it has made
@@ -206,12 +206,12 @@ def run_probe(target: Target, request: ProbeRequest) -> ProbeResult:
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=out,
-                    timeout=MOST_S,
+                    timeout=most_s,
                     check=False,
                     env={name: value for name, value in os.environ.items() if name not in request.without},
                 )
             except subprocess.TimeoutExpired:
-                raise TrainingError(f"{target.name} made too few updates in {MOST_S:.0f} s") from None
+                raise TrainingError(f"{target.name} made too few updates in {most_s:.0f} s") from None
         found = copy.original(report.read_text(encoding="utf-8")) if report.is_file() else None
         seen = None if found is None else ProbeResult(**json.loads(found))
         last = copy.original(output.read_text(encoding="utf-8", errors="replace")).strip().splitlines()[-1:]

@@ -126,6 +126,8 @@ class ScriptWatch:
         if self._request.keeps_gradients:
             for kind in (Optimizer, nn.Module):
                 put(kind, "zero_grad", _in_place)
+        if self._request.without:
+            put(os._Environ, "__setitem__", self._set_unless_left_out)
         if self._request.watches or self._request.checkpoint:
             self._patches.hooked("model", register_module_forward_pre_hook(self._called))
         self._patches.hooked("steps", register_optimizer_step_pre_hook(self._steps))
@@ -148,6 +150,14 @@ class ScriptWatch:
             self.seen.error = None if is_full else f"{kind_of}{line}{_place_of(error, own)}"
             self.seen.trace = "".join([*traceback.format_list(own), *_lines_of(error)]).rstrip()
         self._write()
+
+    def _set_unless_left_out(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def put(environment: Any, name: str, value: str) -> None:
+            if name not in self._request.without:
+                original(environment, name, value)
+
+        return put
 
     def _look_whether_it_trains(self) -> None:
         """In a thread: end the probe if there is no update yet."""

@@ -28,13 +28,15 @@ class Finding:
     evidence: tuple[str, ...] = ()
     """The figures seen, in words."""
     cost_s: float | None = None
-    """Seconds of the training; None if it endangers the run itself, as a leak or workers that die."""
+    """Seconds that the run takes less after the repair, from its first update on; None if it endangers the run itself, as a leak or workers that die."""
     unpriced: str = ""
     """What it costs in words, if seconds are not known; such findings come last."""
     share: float | None = None
     """The part of a step's time, from 0 to 1; None if it takes none."""
     where: str | None = None
     """The line to look at, as `train.py:31`."""
+    changes_training: bool = False
+    """Whether the remedy changes what the training computes, so that it is the user's choice."""
     grows_bytes: int | None = None
     """Bytes by which memory grows with each update; None if it does not."""
     change: str = ""
@@ -72,9 +74,22 @@ class Finding:
         return {**asdict(self), "evidence": list(self.evidence)}
 
 
-def costliest_first(found: Iterable[Finding]) -> tuple[Finding, ...]:
-    """First what endangers the run, in the order given; then the others by cost; last those without seconds."""
-    return tuple(sorted(found, key=lambda one: (bool(one.unpriced), one.cost_s is not None, -(one.cost_s or 0.0))))
+LARGE = 0.1
+"""The part of a run that a repair has to save to come before those that change the training."""
+
+
+def costliest_first(found: Iterable[Finding], whole_s: float | None = None) -> tuple[Finding, ...]:
+    """First what endangers the run, in the order given; then the others by cost; last those without seconds.
+
+    A remedy that changes the training comes after those that save a large part of `whole_s` without a change.
+    """
+
+    def place(one: Finding) -> tuple[bool, bool, bool, float]:
+        cost_s = one.cost_s or 0.0
+        is_free = not one.changes_training and whole_s is not None and cost_s >= LARGE * whole_s
+        return bool(one.unpriced), one.cost_s is not None, not is_free, -cost_s
+
+    return tuple(sorted(found, key=place))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,13 +105,13 @@ class Findings:
     over: str = ""
     """What the costs are for, as `10 epochs of 250 updates`."""
     whole_s: float | None = None
-    """Seconds that all of that takes at the measured pace; None if unknown."""
+    """Seconds that all of that takes at the measured pace, with evaluations, without start-up; None if unknown."""
     notes: tuple[str, ...] = ()
     """What hotlap could not look at, and why."""
 
     def __post_init__(self) -> None:
         """Sort the findings."""
-        object.__setattr__(self, "found", costliest_first(self.found))
+        object.__setattr__(self, "found", costliest_first(self.found, self.whole_s))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values under stable keys."""
