@@ -18,6 +18,7 @@ from hotlap.core.errors import HotlapError
 from hotlap.kit import calls, other_ways, remedies
 from hotlap.kit.call_watch import CallWatch
 from hotlap.kit.diagnose import Tried, diagnose_script, findings_of
+from hotlap.kit.in_float32 import BLOCK, LEAST_BLOCKS, InFloat32
 from hotlap.kit.line_sampler import FEEDING, OWN, TORCH, LineSampler, place_of
 from hotlap.kit.observed import EvaluationSeen, LineCost, Observed, Pair
 from hotlap.kit.probe import ProbeResult
@@ -155,6 +156,34 @@ for x in loader:
     assert "+loader = DataLoader(Samples(), batch_size=4, num_workers=0)" in found.found[0].change
 
 
+TRAINS = """
+import os, time, torch
+{first}
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(400):
+    model(torch.randn(8, 4)).sum().backward()
+    optimizer.step()
+    {last}
+"""
+
+
+def test_a_variable_that_the_script_sets_itself_is_found_by_a_run_without_it():
+    name = '"CUDA_LAUNCH_BLOCKING"'
+    waits = f"time.sleep(0.02 * ({name} in os.environ))"
+    Path("sets.py").write_text(TRAINS.format(first=f'os.environ[{name}] = "1"', last=waits))
+    found = diagnose_script(Target(path="sets.py"), seconds=300, say=lambda _: None)
+    (one,) = [one for one in found.found if one.name == "variables"]
+    assert one.cost_s >= 400 * 0.015
+
+
+def test_what_there_was_no_time_to_look_for_is_a_note():
+    Path("slow.py").write_text(TRAINS.format(first="", last="time.sleep(0.05)"))  # 23 updates take longer than it may
+    found = diagnose_script(Target(path="slow.py"), seconds=1, say=lambda _: None)
+    assert any("no time left to look for copies and waits, memory that grows" in one for one in found.notes)
+    assert any("--seconds" in one for one in found.notes)
+
+
 def test_a_script_that_does_not_fit_in_memory_is_told_what_finds_the_cause(tmp_path):
     Path("large.py").write_text("raise MemoryError('no room for 80 GiB')\n")
     (found,) = diagnose_script(Target(path="large.py"), seconds=5, say=lambda _: None).found
@@ -240,6 +269,25 @@ def test_float64_costs_its_share_of_what_an_update_computes():
     (found,) = judged(wide=Pair(now_s=0.008, then_s=0.004), feeding_s=0.0009).found
     assert found.name == "float64"
     assert found.cost_s == pytest.approx(0.5 * (0.01 - 0.0009) * 1000)
+
+
+def test_float64_costs_what_whole_updates_take_longer_if_they_were_tried():
+    (found,) = judged(wide=Pair(now_s=0.008, then_s=0.004), wide_updates=Pair(now_s=0.02, then_s=0.016)).found
+    assert found.cost_s == pytest.approx(0.2 * 0.01 * 1000)
+    assert found.evidence == ("an update takes 20 ms, and 16 ms in float32",)
+
+
+def test_a_larger_batch_comes_after_a_remedy_that_leaves_the_training_as_it_is():
+    tried = Tried(own_sample_s=0.01 / 32, larger=256, larger_sample_s=0.0001)
+    log = [LineCost(where="a.py:3", update_s=0.002)]
+    assert [one.name for one in judged(tried, own=log).found] == ["own-code", "small-batch"]
+    small = [LineCost(where="a.py:3", update_s=0.0005)]
+    assert [one.name for one in judged(tried, own=small).found] == ["small-batch", "own-code"]
+
+
+def test_tries_that_there_was_no_time_for_are_a_note():
+    (note,) = judged(Tried(left_out=("to try batches of 256",))).notes
+    assert note == "there was no time left to try batches of 256: give it more with --seconds"
 
 
 def test_float64_that_costs_nothing_is_no_finding():
@@ -393,6 +441,44 @@ def test_a_kept_graph_is_reported_unless_another_backward_pass_follows():
         return len(watch.retained())
 
     assert (backward(1), backward(2)) == (1, 0)
+
+
+def test_calls_that_serve_a_reading_alone_are_those_without_a_graph():
+    weight, watch = nn.Parameter(torch.ones(1000)), CallWatch()
+    with watch:
+        loss = weight.sum()  # one
+        norm = weight.detach().norm()  # two
+        watch.update_ends()
+    assert (norm > 0, loss.requires_grad) == (True, True)
+    here = sys._getframe().f_code.co_firstlineno
+    assert watch.readings_at(__file__, here + 3) == 0
+    assert watch.readings_at(__file__, here + 4) > 0
+
+
+def test_time_without_a_core_is_no_time_of_work_on_the_cpu():
+    pair = other_ways.in_turn(lambda: time.sleep(0.05), lambda: None)
+    assert pair.now_s < 0.04
+
+
+def test_a_float64_training_runs_in_float32_and_back_and_the_script_sees_float64():
+    model = nn.Sequential(nn.LSTM(4, 3, batch_first=True)).double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    narrow, kinds, states = InFloat32([model], optimizer), [], []
+    assert InFloat32.applies([model])
+    for _ in range(2 * LEAST_BLOCKS * (BLOCK + 1)):
+        outputs, (hidden, _) = model(torch.randn(2, 5, 4).double())
+        loss = nn.functional.mse_loss(outputs, torch.zeros(2, 5, 3).double()) + hidden.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert loss.dtype == torch.float64
+        kinds.append(next(model.parameters()).dtype)
+        states += [(narrow.is_on, one["exp_avg"].dtype) for one in optimizer.state.values()]
+        narrow.update_took(1.0 if narrow.is_on else 3.0)
+    assert set(kinds) == {torch.float64, torch.float32}
+    assert set(states) == {(False, torch.float64), (True, torch.float32)}
+    assert narrow.pair() == Pair(now_s=3.0, then_s=1.0)
+    assert next(model.parameters()).dtype == torch.float64
 
 
 def test_other_ways_leave_gradients_and_weights_alone():

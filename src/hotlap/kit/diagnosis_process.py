@@ -59,8 +59,10 @@ LEAST_OWN = 0.02
 """The share of an update from which on a line of the user counts."""
 FIRST = 10
 """Updates that an epoch's length is expected from."""
-LATE = 0.2
-"""The part of the time for a diagnosis beyond it, after which the process ends wherever the script is."""
+LATE, LEAST_LATE_S = 0.2, 5.0
+"""The part of the time for a diagnosis, and seconds, beyond it after which the process ends wherever the script is."""
+LEAST_TIMED = 3
+"""Updates that are timed even if the time is over."""
 NARROWED_S = 3.0
 """Seconds to try float32 for."""
 LEAST_SHARE = 0.5
@@ -268,17 +270,17 @@ class DiagnosisWatch(ScriptWatch):
         self._observed.begun_s = max(0.0, time.time() - psutil.Process().create_time())
         left_s = max(LEAST_SHARE * most_s, most_s - self._observed.begun_s)
         self._until = time.monotonic() + left_s
-        timer = threading.Timer(left_s + LATE * most_s, self._end_late)
+        timer = threading.Timer(left_s + max(LEAST_LATE_S, LATE * most_s), self._end_late)
         timer.daemon = True
         timer.start()
 
     def _is_done(self) -> bool:
         """Whether the current stage is over."""
         spent_s = time.perf_counter() - self._staged_at
-        if time.monotonic() > self._until:
-            return True
         if self._stage == "warm":
             return self.seen.updates >= WARM
+        if time.monotonic() > self._until:
+            return self._stage != "times" or len(self._times) >= LEAST_TIMED
         if self._stage == "times":
             count = len(self._times)
             if count == TIMED:
@@ -305,7 +307,7 @@ class DiagnosisWatch(ScriptWatch):
     def _next(self) -> None:
         """Leave the current stage, and begin the next one that is worth it."""
         self._leave_stage()
-        if time.monotonic() > self._until:
+        if time.monotonic() > self._until and self._stage != "warm":
             self._end()
         self._stage = STAGES[STAGES.index(self._stage) + 1]
         if self._stage == "times":

@@ -28,7 +28,10 @@ class Finding:
     evidence: tuple[str, ...] = ()
     """The figures seen, in words."""
     cost_s: float | None = None
-    """Seconds that the run takes less after the repair, from its first update on; None if it endangers the run itself, as a leak or workers that die."""
+    """Seconds that the run takes less after the repair, from its first update on.
+
+    None if it endangers the run itself, as a leak or workers that die.
+    """
     unpriced: str = ""
     """What it costs in words, if seconds are not known; such findings come last."""
     share: float | None = None
