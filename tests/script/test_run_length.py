@@ -721,6 +721,7 @@ STEPS_ALONE = {
     ),
     "cut from an array": ("for epoch in range(4):\n    for i in range(0, a.shape[0], 5):\n        take()\n", 40),
     "cut from rows": ("for i in range(len(rows) // 5):\n    take()\n", 40),
+    "a list of batches": ("for epoch in range(4):\n    for row in kept:\n        take()\n", 40),
     "now and then": ("for i in range(40):\n    if i % 2:\n        take()\n", None),
     "until it is good": ("i = 0\nwhile i < 40:\n    take()\n    i += 1\n", None),
 }
@@ -738,7 +739,7 @@ def test_steps_without_a_loader_are_counted_by_the_loops_around_them(tmp_path, n
             horizon.began_steps(sys._getframe(1))
 
     path.write_text(text)
-    held = {"x": torch.zeros(50, 2), "a": np.zeros((50, 2)), "rows": [0] * 200}
+    held = {"x": torch.zeros(50, 2), "a": np.zeros((50, 2)), "rows": [0] * 200, "kept": [0] * 10}
     exec(compile(text, str(path), "exec"), {"__name__": "__main__", "take": take, **held})
     assert horizon.known == (want is not None)
     if want is not None:

@@ -380,7 +380,8 @@ class EnclosingLoops:
             return self._passes(loop.args[0], names) if called in _AROUND_RANGES and loop.args else None
         value = self._value(loop, names)
         value = own_of(value).get("iterable", value)  # a progress bar holds its range there
-        return len(value) if type(value) is range else None
+        is_counted = type(value) is range or (self.count_batches and type(value) in (list, tuple))  # of batches
+        return len(value) if is_counted else None
 
     def _value(self, expression: ast.expr, names: Mapping[str, Any]) -> Any:
         """The value of an expression of names, fields, lengths and integers; None for other expressions."""
