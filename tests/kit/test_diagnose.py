@@ -392,6 +392,21 @@ def test_a_line_is_known_with_the_library_and_the_line_of_the_loop_that_lead_the
     assert (place.caller, through) == ((__file__, place.line), "")
 
 
+def test_a_line_that_saves_by_torch_computes_nothing():
+    class File:
+        def write(self, data):
+            self.seen = place_of(sys._getframe(1))
+            return len(data)
+
+        def flush(self):
+            pass
+
+    file = File()
+    torch.save({"weight": torch.zeros(3)}, file)
+    place, through = file.seen
+    assert (place.file, place.part, through) == (__file__, OWN, "torch.save")
+
+
 def test_the_sampler_finds_the_line_that_takes_the_time():
     import threading
 

@@ -21,7 +21,10 @@ MOST_COST = 0.005
 FEEDING, TORCH, OWN = "feeding", "torch", "own"
 """What a thread does: it waits for a batch, it computes, or it runs other code."""
 
-_LOADER = str(Path(torch.__file__).parent / "utils" / "data" / "dataloader.py")
+_TORCH = Path(torch.__file__).parent
+_LOADER = str(_TORCH / "utils" / "data" / "dataloader.py")
+_WRITERS = {str(_TORCH / "serialization.py"): "torch.save", str(_TORCH / "utils" / "tensorboard"): "tensorboard"}
+"""Files and folders of torch that compute nothing."""
 
 
 class Place(NamedTuple):
@@ -95,6 +98,8 @@ def place_of(frame: FrameType | None, loop: CodeType | None = None) -> tuple[Pla
         if home == "torch":
             if code.co_filename == _LOADER:
                 part = FEEDING
+            elif own is None and (writer := _writer(code.co_filename)):
+                inside, part = writer, OWN
             elif part == OWN and (own is None or _calls_modules(code.co_filename)):
                 part = TORCH
         elif own is None and home == SCRIPT:
@@ -125,6 +130,12 @@ def users_line(frame: FrameType | None) -> tuple[str, int] | None:
 def _module_of(file: str) -> str:
     path = Path(file)
     return path.parent.name if path.stem == "__init__" else path.stem
+
+
+@cache
+def _writer(file: str) -> str:
+    """What writes, if this file of torch does; empty for others."""
+    return next((name for place, name in _WRITERS.items() if file.startswith(place)), "")
 
 
 @cache
