@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import median
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -196,7 +197,7 @@ class DiagnosisWatch(ScriptWatch):
         if not self._evaluation.is_on and not self._evaluation.trains:
             self._evaluation.begin(self._stepped_at, self._stage)
             self._sampler.pauses = self._calls.pauses = True
-        self._evaluation.called_at = time.perf_counter()
+        self._evaluation.called_at, self._evaluation.worked_at = time.perf_counter(), self._work_clock()
 
     def _call_ends(self, model: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
         one = self._evaluation
@@ -210,11 +211,20 @@ class DiagnosisWatch(ScriptWatch):
             return
         one.with_grad_s += 0.0 if one.is_distorted else one.ended_at - one.called_at
         one.mode = "train" if model.training else "eval"
-        self._inputs["evaluation"] = model, args, kwargs
+        size = sum(tensor.numel() for tensor in tensors_in((*args, *kwargs.values())))
+        if size > one.largest:  # the last batch may be short
+            one.largest, one.works = size, []
+            self._inputs["evaluation"] = model, args, kwargs
+        if size == one.largest and not one.is_distorted:
+            one.works.append(self._work_clock() - one.worked_at)
         if not one.where:
             line = users_line(sys._getframe(1))
             one.where = place(*line) if line is not None else ""
         kept[0].register_hook(self._went_back)  # type: ignore[no-untyped-call]
+
+    def _work_clock(self) -> float:
+        """On the CPU without the time in which this thread waits for a core, as calls are timed without gradients."""
+        return time.perf_counter() if self._on_gpu else time.thread_time()
 
     def _went_back(self, gradient: Tensor) -> None:
         """A backward pass follows such a call: it is a part of the training, in whatever mode."""
@@ -364,7 +374,7 @@ class DiagnosisWatch(ScriptWatch):
         self._length.stepped(self.seen.updates, self._served[self._main] - self._epoch_at if self._is_fed else None)
         self._observed.total_updates = self._length.updates() if self._length.known else None
 
-    def _end_late(self) -> NoReturn:
+    def _end_late(self) -> None:
         """In a thread: end the process in the middle of an update or an evaluation."""
         if self._is_written:
             return  # the main thread is about to end it
@@ -483,6 +493,9 @@ class _Evaluation:
         self.over_at = self.last_s = self.called_at = self.ended_at = 0.0
         """When the last one was over, and its seconds until the update after it."""
         self.with_grad_s, self.where, self.mode = 0.0, "", "eval"
+        self.largest, self.worked_at = 0, 0.0
+        self.works: list[float] = []
+        """Seconds of each call with the largest batch that records a graph."""
         self._began_at, self._seconds = 0.0, 0.0
         self._at: list[int] = []
         """Updates made before each."""
@@ -517,7 +530,7 @@ class _Evaluation:
             with_grad_s=self.with_grad_s / self.count,
             where=self.where,
             mode=self.mode,
-            calls=calls,
+            calls=replace(calls, now_s=median(self.works)) if calls is not None and self.works else calls,
         )
 
 
