@@ -26,7 +26,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 import psutil
 import torch
