@@ -108,6 +108,25 @@ def test_a_replay_puts_every_update_under_the_plan_it_had():
     assert torch.equal(parameters_of(rig.model), parameters_of(plain.model))
 
 
+def test_a_plan_is_looked_up_under_the_plan_in_force_when_the_training_was_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path))
+    rig, data = rig_for()
+    rig.feed(data, epochs=1)
+    known, found = KnownPlans(rig, batch_size=16), of_no_moves(rig)
+    KnownPlans(rig, batch_size=16).remember(found)
+    rig.use(rig.plan.with_feed(Feed(kind="resident")))
+    assert known.found() == found
+
+
+def test_a_run_that_is_too_short_to_look_plans_up_does_not_follow_its_data(monkeypatch):
+    rig, data = rig_for()
+    rig.feed(data, epochs=1)
+    monkeypatch.setattr("hotlap.tuner.known.why_not_pure", None)
+    tuner = Tuner(rig, updates=1, known=KnownPlans(rig, batch_size=16))
+    tuner.stepped()
+    tuner.ended()
+
+
 def test_a_plan_is_known_for_the_same_training_only(tmp_path, monkeypatch):
     monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path))
     rig, data = rig_for()

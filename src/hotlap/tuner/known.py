@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -44,7 +45,12 @@ class KnownPlans:
     """What the cache knows of this training on this machine. A cache that cannot be used stops nothing."""
 
     def __init__(self, rig: TunableTraining, *, batch_size: int) -> None:
-        self._key = key_of(_facts(rig, batch_size))
+        self._rig, self._batch_size, self._plan = rig, batch_size, rig.plan
+
+    @cached_property
+    def _key(self) -> str:
+        """Computed when first asked for: to follow a dataset's code takes time, and short runs never ask."""
+        return key_of(_facts(self._rig, self._batch_size, self._plan))
 
     def found(self) -> Found | None:
         """What an earlier run found; None where there was none."""
@@ -86,7 +92,7 @@ class KnownPlans:
             log.warning("the plan found before cannot be let go of: %s", error)
 
 
-def _facts(rig: TunableTraining, batch_size: int) -> dict[str, Any]:
+def _facts(rig: TunableTraining, batch_size: int, plan: Plan) -> dict[str, Any]:
     """All that may make another plan the best one."""
     source = rig.source
     on_gpu = rig.device.type == "cuda"
@@ -108,5 +114,5 @@ def _facts(rig: TunableTraining, batch_size: int) -> dict[str, Any]:
         "sample": list(sample),
         "samples": len(source) if is_pure else None,
         "batch": batch_size,
-        "plan": rig.plan.to_dict(),
+        "plan": plan.to_dict(),
     }
