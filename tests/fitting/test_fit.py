@@ -476,3 +476,17 @@ def test_a_text_that_on_evaluation_returns_ends_the_training_and_is_the_reason(t
 
     run = quiet(small_job(epochs=5), tmp_path, on_evaluation=at_the_second)
     assert (run.stopped, run.best["epoch"]) == ("early: that will do", 2)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("DefaultCPUAllocator: can't allocate memory"), AttributeError("slip")])
+def test_where_memory_is_too_small_to_keep_the_start_it_is_not_kept_and_other_errors_are_raised(tmp_path, error):
+    class Full(torch.optim.lr_scheduler.ConstantLR):
+        def state_dict(self):
+            raise error
+
+    job = small_job(schedule=lambda o: Full(o))
+    if isinstance(error, RuntimeError):
+        assert quiet(job, tmp_path).updates > 0
+    else:
+        with pytest.raises(AttributeError, match="slip"):
+            quiet(job, tmp_path)

@@ -105,8 +105,8 @@ def test_a_step_that_the_host_has_no_memory_for_is_made_again_with_less(trained)
     whats = [what for _, what, _ in small["faults"] if "→" in what]  # a batch may have to be fetched again as well
     assert whats[0] == "checkpoint 0 → 1"
     assert (small["steps"], small["samples"]) == (large["steps"], large["samples"]) == (4, 16384)
-    assert small["last"]["train_loss"] == pytest.approx(large["last"]["train_loss"], rel=1e-5)
-    assert apart < 1e-5
+    assert small["last"]["train_loss"] == pytest.approx(large["last"]["train_loss"], rel=1e-6)
+    assert apart < 1e-6
 
 
 def test_an_evaluation_that_the_host_has_no_memory_for_uses_smaller_batches_and_gives_the_same_figures(trained):
@@ -114,9 +114,10 @@ def test_an_evaluation_that_the_host_has_no_memory_for_uses_smaller_batches_and_
     whats = [what for _, what, _ in small["faults"] if what.startswith("evaluation")]
     assert whats[0] == "evaluation batch 8,192 → 4,096"
     assert len(whats) == len(set(whats)), "the second evaluation begins with the smaller batches"
-    assert small["last"]["accuracy"] == pytest.approx(large["last"]["accuracy"], abs=1e-3)
+    # Sums over other batches are rounded otherwise: one answer of 8,192 may be another.
+    assert small["last"]["accuracy"] == pytest.approx(large["last"]["accuracy"], abs=1.5 / 8192)
     assert small["last"]["valid_loss"] == pytest.approx(large["last"]["valid_loss"], rel=1e-6)
-    assert apart < 1e-5
+    assert apart == 0
 
 
 def test_memory_that_the_garbage_collector_frees_is_enough_for_the_same_plan(trained):

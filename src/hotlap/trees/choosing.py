@@ -129,6 +129,9 @@ class Choice:
             crew.close()
             for slot in self.slots:
                 slot.release()
+            # The run's live view and this choice refer to each other: its data would stay until Python collects.
+            self.slots.clear()
+            self.growths.clear()
         return sorted((booster for booster in self.grown if booster.content), key=lambda booster: booster.targets.start)
 
     def _keep(self, booster: Grown) -> None:
