@@ -63,6 +63,22 @@ def test_a_collator_that_only_pads_is_shown_to(tokenizer, name):
             tokenizer.padding_side = "right"
 
 
+def test_special_tokens_of_a_loaded_tokenizer_are_watched(tokenizer, tmp_path):
+    """Loaded from files, they are objects of the library `tokenizers`."""
+    tokenizer.save_pretrained(tmp_path)
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    loaded.add_special_tokens({"pad_token": transformers.AddedToken("[PAD]", special=True)})
+    samples, collate = collators(loaded)["padding"]
+    collate(samples[:3])
+    proof = prove(samples, collate)
+    assert proof.why_not_fixed is None
+    token = loaded._special_tokens_map["pad_token"]
+    assert type(token).__name__ == "AddedToken"
+    assert proof.state.why_changed() is None
+    token.content = "[MASK]"
+    assert proof.state.why_changed() == "a value that it looks up has changed"
+
+
 def test_a_collator_that_masks_at_random_is_refused(tokenizer):
     samples, collate = collators(tokenizer)["masked language"]
     collate(samples[:3])

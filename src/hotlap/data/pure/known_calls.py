@@ -226,6 +226,15 @@ def is_lookup(owner: Any, name: str) -> bool:
     return name in _LOOKUPS.get((str(kind.__module__).partition(".")[0], kind.__name__), ())
 
 
+_SHOWN = {("tokenizers", "AddedToken")}
+
+
+def is_shown_whole(value: Any) -> bool:
+    """Whether a value of a class written in another language is all that its `repr` shows."""
+    kind = type(value)
+    return (str(kind.__module__).partition(".")[0], kind.__name__) in _SHOWN
+
+
 def is_drawn(name: str) -> bool:
     """Whether a method of a tensor draws from torch's generator."""
     return name in _RANDOM_METHODS

@@ -12,6 +12,7 @@ import zlib
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -100,6 +101,12 @@ class ReadState:
         found = ask()
         self._answers.append((ask, found))
         return found
+
+    def shown(self, value: Any) -> None:
+        """Note that a value was read of which `repr` shows all."""
+        if (id(value), repr) not in self._known:
+            self._known.add((id(value), repr))
+            self.answer(partial(repr, value))
 
     def cell(self, cell: types.CellType, value: Any) -> None:
         """Note that a variable of an enclosing function was read."""

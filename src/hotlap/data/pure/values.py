@@ -18,7 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hotlap.data.pure.known_calls import GENERATORS, OWN_GENERATOR, is_library, is_lookup, is_plain_tensor
+from hotlap.data.pure.known_calls import (
+    GENERATORS,
+    OWN_GENERATOR,
+    is_library,
+    is_lookup,
+    is_plain_tensor,
+    is_shown_whole,
+)
 from hotlap.data.pure.read_state import MISSING, ReadState, is_content, is_fixed
 from hotlap.data.pure.syntax import Written
 
@@ -339,6 +346,8 @@ class Objects(ABC):
                     pass
                 case Concrete() if isinstance(atom.value, GENERATORS):
                     raise RefusedError(f"draws from {OWN_GENERATOR}")
+                case Concrete() if is_shown_whole(atom.value):
+                    self.state.shown(atom.value)
                 case Concrete():
                     raise RefusedError(f"{verb} an object of {type(atom.value).__name__}, which is not known")
                 case _:
