@@ -38,7 +38,7 @@ def test_the_dependencies_are_the_few_that_were_agreed_on():
 
 
 def test_all_extras_are_there_and_all_takes_every_one_but_dev():
-    wanted = "recipes onnx text minilm images trees search track ray all dev"
+    wanted = "recipes onnx text minilm images trees search track gpus ray all dev"
     assert set(EXTRAS) == set(wanted.split())
     taken = {name for r in EXTRAS["all"] for name in re.findall(r"\w+", r.partition("[")[2])}
     assert taken == set(EXTRAS) - {"all", "dev"}

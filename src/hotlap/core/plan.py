@@ -24,6 +24,9 @@ LARGEST = 2**31 - 1
 MOST_REPLAY_STEPS = 1024
 """Updates in one replay at most: a signal, an evaluation and a checkpoint wait for its end."""
 
+MOST_RANKS = 64
+"""Processes that share a batch on one machine, at most."""
+
 MOST_WORKERS, MOST_PREFETCH = 1024, 128
 """Workers of any machine, and pieces that each of them keeps ready; how many workers are started is bounded by the
 cores of the machine that a plan is used on."""
@@ -136,6 +139,8 @@ class Execution:
     """Let cuDNN time its convolutions for each shape and keep the fastest."""
     compile: str = "no"
     """`no`: the model as it is; `model`: all of it by torch.compile; `blocks`: each of the blocks that it repeats."""
+    ranks: int = 1
+    """Processes that share each batch, one a GPU; on a machine without GPUs each has a part of the cores."""
     without: tuple[str, ...] = ()
     """Moves and tricks to leave out, by their names in `TRICKS`. May be given in any order, and as a list."""
 
@@ -146,6 +151,7 @@ class Execution:
             *_whole("execution.replay_steps", self.replay_steps, least=1, most=MOST_REPLAY_STEPS),
             *_flag("execution.autotune", self.autotune),
             *_one_of("execution.compile", self.compile, COMPILED),
+            *_whole("execution.ranks", self.ranks, least=1, most=MOST_RANKS),
         ]
         if not wrong and self.replay_steps > 1 and self.mode != "captured":
             wrong.append(f"execution.replay_steps={self.replay_steps} needs execution.mode='captured'")
@@ -300,6 +306,8 @@ class Plan:
             execution += ", cuDNN autotuned"
         if self.execution.compile != "no":
             execution += f", {self.execution.compile} compiled"
+        if self.execution.ranks > 1:
+            execution += f", {self.execution.ranks} ranks"
         if self.execution.without:
             execution += f", without {', '.join(self.execution.without)}"
         return " · ".join((feed, numbers, f"{self.numerics.optimizer} optimizer", pieces, execution))

@@ -167,15 +167,16 @@ class Epoch:
     def __init__(self, indices: Tensor, batch_ends: Sequence[int], accumulate: int, length: int) -> None:
         self.indices = indices
         """All samples of the epoch in order."""
+        self.accumulate, self.length = accumulate, length
         self.ends = batch_ends
         """The end of each batch in `indices`."""
-        self._length = length
-        self._accumulate = accumulate
         self._cut: dict[bool, Sequence[Tensor]] = {}
+        self._whole: tuple[Epoch, Tensor] | None = None
+        """Where it is the part of one rank: all of the epoch, and where in it the samples of this part are."""
 
     def __len__(self) -> int:
         """Windows, and so updates, in the epoch."""
-        return -(-len(self.ends) // self._accumulate)
+        return -(-len(self.ends) // self.accumulate)
 
     def pieces(self, window: int, micro_batch: int | None, *, tickets: bool = False) -> list[Tensor]:
         """The indices of a window, cut into micro-batches; None cuts it into the user's batches.
@@ -184,7 +185,9 @@ class Epoch:
         augmentation differs.
         """
         source = self._tickets if tickets else self.indices
-        if self._accumulate == 1 and micro_batch is None:
+        if self._whole is not None:  # of a short batch a rank may get nothing
+            return [source[a:b] for a, b in pairwise(self.bounds(window, micro_batch)) if b > a]
+        if self.accumulate == 1 and micro_batch is None:
             # The usual case, in every step: cutting once per epoch takes a fraction of the time of slicing.
             if tickets not in self._cut:
                 sizes = [end - start for start, end in pairwise((0, *self.ends))]
@@ -194,8 +197,8 @@ class Epoch:
 
     def bounds(self, window: int, micro_batch: int | None) -> list[int]:
         """Where the pieces of a window begin in the epoch's order, and where the last one ends."""
-        first = window * self._accumulate
-        last = min(first + self._accumulate, len(self.ends))
+        first = window * self.accumulate
+        last = min(first + self.accumulate, len(self.ends))
         start = self.ends[first - 1] if first else 0
         if micro_batch is None:
             return [start, *self.ends[first:last]]
@@ -215,12 +218,34 @@ class Epoch:
         kept = torch.isin(self.indices, left_out, invert=True)
         counts = torch.cat([torch.zeros(1, dtype=torch.int64), kept.cumsum(0)])
         ends = [int(counts[end]) for end in self.ends]
-        return Epoch(self.indices[kept], ends, self._accumulate, self._length)
+        return Epoch(self.indices[kept], ends, self.accumulate, self.length)
+
+    def part(self, rank: int, ranks: int) -> Epoch:
+        """What one of several ranks takes of each batch: the batch cut evenly, in the same order."""
+        ends = torch.tensor([0, *self.ends])
+        starts, sizes = ends[:-1], ends.diff()
+        first, last = (-(-sizes * one // ranks) for one in (rank, rank + 1))
+        counts = last - first
+        own_ends = counts.cumsum(0)
+        rows = torch.arange(int(own_ends[-1])) + (starts + first - own_ends + counts).repeat_interleave(counts)
+        made = Epoch(self.indices[rows], own_ends.tolist(), self.accumulate, self.length)
+        made._whole = (self, rows)
+        return made
+
+    def samples_of_all(self, window: int) -> int:
+        """Samples of a window over all ranks; 0 where nothing is shared."""
+        if self._whole is None:
+            return 0
+        bounds = self._whole[0].bounds(window, None)
+        return bounds[-1] - bounds[0]
 
     @cached_property
     def _tickets(self) -> Tensor:
+        if self._whole is not None:
+            whole, rows = self._whole
+            return whole._tickets[rows]
         # Sorting takes longer than drawing the order; only feeds that fetch single samples need it.
-        return _tickets(self.indices, self._length)
+        return _tickets(self.indices, self.length)
 
 
 class Order:
@@ -297,6 +322,26 @@ class Order:
             return torch.arange(self._length, device="cpu")
         generator = torch.Generator("cpu").manual_seed(mix(self._seed, epoch))
         return torch.randperm(self._length, generator=generator, device="cpu")
+
+
+class GivenOrder(Order):
+    """The order of one epoch at a time, as another process has drawn it."""
+
+    needs_no_user_code = False
+
+    def __init__(self) -> None:
+        self._epochs: dict[int, Epoch] = {}
+
+    def give(self, number: int, epoch: Epoch) -> None:
+        """Take in an epoch, and forget those before."""
+        self._epochs = {number: epoch}
+
+    def epoch(self, epoch: int) -> Epoch:
+        """The epoch that was given last."""
+        return self._epochs[epoch]
+
+    def draw_ahead(self, epoch: int) -> None:
+        """Nothing to draw."""
 
 
 class _SamplerOrder(Order):

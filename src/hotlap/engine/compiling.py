@@ -233,7 +233,9 @@ class CompiledStep(EagerStep):
         counters = [(layer, layer.num_batches_tracked) for layer in layers]
         self._counters = [(layer, torch.zeros_like(one)) for layer, one in counters if isinstance(one, Tensor)]
 
-    def gradients(self, pieces: list[Batch], sizes: list[int], all_count: bool) -> tuple[Tensor, list[Scored]]:
+    def gradients(
+        self, pieces: list[Batch], sizes: list[int], all_count: bool, of: int = 0
+    ) -> tuple[Tensor, list[Scored]]:
         """As `EagerStep` does, with compiled passes."""
 
         def plainly() -> tuple[Tensor, list[Scored]]:

@@ -59,6 +59,8 @@ class Cursor:
         self._state: ReadState | None = None
         self._seen: deque[Window] = deque(maxlen=SEEN)
         self._all_count = ignored is not None and dataset.source.never_holds(ignored)
+        self.rank = 0
+        """The part of each batch to bring, where the plan has several ranks share it."""
         self._feeding: Feeding | None = None
         self._version = 0
         self._left = False
@@ -206,7 +208,8 @@ class Cursor:
         if self._state is None:
             return None
         feed = self._plan().feed
-        reads_anew = feed.kind in ("gather", "loader") and not feed.workers
+        # Other ranks have copies of the data.
+        reads_anew = feed.kind in ("gather", "loader") and not feed.workers and self._plan().execution.ranks == 1
         return self._state.why_changed(thorough=thorough, live=reads_anew and reads_in_place(self.dataset.source))
 
     def _renew(self) -> None:
@@ -228,6 +231,8 @@ class Cursor:
             self._feeding = self._opened(plan)
         feeding = self._feeding
         micro = plan.memory.micro_batch
+        if plan.execution.ranks > 1:
+            epoch = epoch.part(self.rank, plan.execution.ranks)
         if isinstance(feeding, ResidentFeeding):
             yield from self._held_windows(feeding, epoch, plan, steps, room)
             return
@@ -237,22 +242,26 @@ class Cursor:
         self, feeding: Feeding, epoch: Epoch, number: int, windows: Iterable[int], micro: int | None
     ) -> Iterator[Window]:
         """These windows of an epoch, by a feed that brings pieces."""
-        sizes: deque[list[int]] = deque()
+        cut: deque[tuple[int, list[int]]] = deque()
 
         def asked() -> Iterator[Tensor]:
             for window in windows:
                 indices = epoch.pieces(window, micro, tickets=feeding.tickets)
-                sizes.append([len(piece) for piece in indices])
+                cut.append((window, [len(piece) for piece in indices]))
                 yield from indices
 
         # Workers ask ahead. A window's sizes are known once its first piece is here.
         pieces = feeding.pieces(asked(), number)
         for piece in pieces:
-            here = sizes.popleft()
+            while not cut[0][1]:  # of a short batch a rank may get nothing
+                yield Window([], [], self._all_count, of=epoch.samples_of_all(cut.popleft()[0]))
+            window, here = cut.popleft()
             whole = [piece] if len(here) == 1 else [piece, *islice(pieces, len(here) - 1)]
             if self.dataset.bad is not None:
                 whole, here = self.dataset.bad.thin(whole, here)
-            yield Window(whole, here, self._all_count)
+            yield Window(whole, here, self._all_count, of=epoch.samples_of_all(window))
+        for window, _ in cut:
+            yield Window([], [], self._all_count, of=epoch.samples_of_all(window))
 
     def _opened(self, plan: Plan) -> Feeding:
         dataset = self.dataset
@@ -316,7 +325,7 @@ class Cursor:
         bounds = epoch.bounds(window, micro)
         cuts = [(a, b) for a, b in pairwise(bounds) if b > a]
         pieces: list[Batch] = [feeding.rows(a, b - a) for a, b in cuts]
-        return Window(pieces, [b - a for a, b in cuts], self._all_count, updates)
+        return Window(pieces, [b - a for a, b in cuts], self._all_count, updates, epoch.samples_of_all(window))
 
     @property
     def windows_here(self) -> int:

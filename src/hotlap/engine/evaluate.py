@@ -27,6 +27,7 @@ from hotlap.engine.assists.rewiring import rewire
 from hotlap.engine.capture.captured_step import BatchError, shape_of
 from hotlap.engine.capture.fingerprint import fingerprint
 from hotlap.engine.capture.recording import NotRecordedError, Recorder, Watch
+from hotlap.engine.exchange import Share
 from hotlap.engine.layout import Layout
 from hotlap.engine.objective import Objective, Totals
 from hotlap.engine.precision import Switches, precision_context
@@ -34,6 +35,31 @@ from hotlap.engine.snapshot import Modes, Randomness
 from hotlap.engine.step import is_out_of_memory, let_go_of_frames
 from hotlap.machine.cuda import free_for_torch
 from hotlap.machine.memory_shortage import free_bytes, has_returned, release_unused, shortage
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Loss and metrics over the batches so far, as sums."""
+
+    totals: Totals
+    metrics: dict[str, Metric]
+
+    def sums(self) -> list[list[Tensor]]:
+        """The sums of loss and metrics, on the host."""
+        total, counted, count = self.totals.saved()
+        parts = [[total, counted + count], *(metric.sums() for metric in self.metrics.values())]
+        return [[one.detach().cpu() for one in part] for part in parts]
+
+    def add_sums(self, parts: list[list[Tensor]]) -> None:
+        """Add the sums of another rank."""
+        (total, count), *others = parts
+        self.totals.add_numbers((total, count, 0))
+        for metric, sums in zip(self.metrics.values(), others, strict=True):
+            metric.add_sums(sums)
+
+    def scores(self) -> dict[str, float]:
+        """Loss and metrics by name."""
+        return {"loss": self.totals.mean(), **{name: metric.result() for name, metric in self.metrics.items()}}
 
 
 class Evaluator:
@@ -67,20 +93,48 @@ class Evaluator:
         batch_size: int,
         collate: Any,
         plan: Plan,
+        share: Share | None = None,
     ) -> dict[str, float]:
         """Loss and metrics by name, computed as the plan asks. Batches that do not fit in memory are halved until they
         do, for later evaluations too."""
-        read: Callable[[], dict[str, float]] = self._without_a_trace(
-            lambda dataset, feeding: self._scores(dataset, feeding, metrics, plan),
+        tally = self._tallied(data, metrics, batch_size, collate, plan, share)
+        if (mine := turn.get()) is not None:
+            mine.pass_on(until_done=True)  # to read the scores waits for the device
+        for sums in share.others() if share is not None else ():
+            tally.add_sums(sums)
+        return tally.scores()
+
+    def sums(
+        self,
+        data: Any,
+        metrics: Sequence[str] | Mapping[str, Any],
+        *,
+        batch_size: int,
+        collate: Any,
+        plan: Plan,
+        share: Share,
+    ) -> list[list[Tensor]]:
+        """The sums of one rank's batches, for the rank that adds them up."""
+        return self._tallied(data, metrics, batch_size, collate, plan, share).sums()
+
+    def _tallied(
+        self,
+        data: Any,
+        metrics: Sequence[str] | Mapping[str, Any],
+        batch_size: int,
+        collate: Any,
+        plan: Plan,
+        share: Share | None,
+    ) -> Tally:
+        tally: Tally = self._without_a_trace(
+            lambda dataset, feeding: self._tally(dataset, feeding, metrics, plan, share),
             data,
             batch_size,
             collate,
             plan,
             self.bad,
         )
-        if (mine := turn.get()) is not None:
-            mine.pass_on(until_done=True)
-        return read()
+        return tally
 
     def outputs(self, data: Any, *, batch_size: int, collate: Any, plan: Plan) -> Any:
         """The model's outputs for all of `data`, in its order, on the host."""
@@ -174,17 +228,21 @@ class Evaluator:
     def _two_thirds_free(self) -> int:
         return 2 * free_for_torch(self._device) // 3 if self._device.type == "cuda" else 0
 
-    def _scores(
-        self, dataset: OrderedDataset, feeding: Feeding, metrics: Sequence[str] | Mapping[str, Any], plan: Plan
-    ) -> Callable[[], dict[str, float]]:
-        """Evaluate; what reads the scores, which waits for the device."""
+    def _tally(
+        self,
+        dataset: OrderedDataset,
+        feeding: Feeding,
+        metrics: Sequence[str] | Mapping[str, Any],
+        plan: Plan,
+        share: Share | None,
+    ) -> Tally:
         objective, device = self._objective, self._device
         context = precision_context(plan.numerics, device, objective.modules)
         totals, gathered = Totals(device), make_metrics(metrics, objective.loss)
         if "loss" in gathered:
             raise HotlapError("a metric called 'loss' hides the loss; give it another name")
         outputs = self._outputs(plan)
-        for batch, samples in self._batches(dataset, feeding):
+        for batch, samples in self._batches(dataset, feeding, share):
             if objective.is_criterion:
                 shared = outputs(batch)
                 with context():
@@ -197,7 +255,7 @@ class Evaluator:
                     shared = objective.outputs(ready) if gathered else (None, None)
             for metric in gathered.values():
                 metric.add(*shared, samples)
-        return lambda: {"loss": totals.mean(), **{name: metric.result() for name, metric in gathered.items()}}
+        return Tally(totals, gathered)
 
     def _predictions(self, dataset: OrderedDataset, feeding: Feeding, plan: Plan) -> Any:
         outputs = self._outputs(plan, predicting=True)
@@ -209,12 +267,14 @@ class Evaluator:
         columns = iter(joined)
         return map_tensors(parts[0], lambda _: next(columns))
 
-    def _batches(self, dataset: OrderedDataset, feeding: Feeding) -> Iterator[tuple[Any, int]]:
-        """Batches on the device, and their numbers of samples."""
+    def _batches(
+        self, dataset: OrderedDataset, feeding: Feeding, share: Share | None = None
+    ) -> Iterator[tuple[Any, int]]:
+        """Batches on the device, and their numbers of samples. Ranks take whole batches in turn."""
         epoch = dataset.order.epoch(0)
         if isinstance(feeding, ResidentFeeding):
             epoch = feeding.held_of(epoch)
-        windows = range(len(epoch))
+        windows = range(len(epoch)) if share is None else range(share.rank, len(epoch), share.size)
         asked = [piece for window in windows for piece in epoch.pieces(window, self._most, tickets=feeding.tickets)]
         indices = [piece for piece in asked if len(piece)]
         self._seen = max(map(len, indices), default=0)
@@ -384,6 +444,12 @@ class Metric(Protocol):
     def add(self, output: Any, target: Any, samples: int) -> None:
         """Add a batch, without waiting for the device."""
 
+    def sums(self) -> list[Tensor]:
+        """What adds up over ranks."""
+
+    def add_sums(self, sums: list[Tensor]) -> None:
+        """Add the sums of another rank."""
+
     def result(self) -> float:
         """The metric over all batches so far; waits for the device."""
 
@@ -415,6 +481,14 @@ class MeanOf:
         self._sum = self._sum + (total.double() if isinstance(total, Tensor) else total)
         self._count = self._count + count
 
+    def sums(self) -> list[Tensor]:
+        """Sum and count."""
+        return [torch.as_tensor(one, dtype=torch.float64) for one in (self._sum, self._count)]
+
+    def add_sums(self, sums: list[Tensor]) -> None:
+        """Add sum and count of another rank."""
+        self._sum, self._count = float(self._sum) + float(sums[0]), float(self._count) + float(sums[1])
+
     def result(self) -> float:
         """The mean; for a root mean its square root."""
         count = float(self._count)
@@ -436,6 +510,15 @@ class MacroF1:
             self._table = torch.zeros(classes * classes, dtype=torch.float64, device=output.device)
         cell = target.where(kept, 0).long() * classes + predicted
         self._table.index_add_(0, cell.flatten(), kept.flatten().double())
+
+    def sums(self) -> list[Tensor]:
+        """The table; nothing where there was no batch."""
+        return [] if self._table is None else [self._table]
+
+    def add_sums(self, sums: list[Tensor]) -> None:
+        """Add the table of another rank."""
+        for table in sums:
+            self._table = table if self._table is None else self._table + table.to(self._table.device)
 
     def result(self) -> float:
         """The mean of F1 over classes."""

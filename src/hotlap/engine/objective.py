@@ -162,6 +162,11 @@ class Objective:
         return self._wants_tensor or self._counts
 
     @property
+    def may_count(self) -> bool:
+        """Whether the loss may count its weight itself; the same for every batch and in every rank."""
+        return not self.sums and (self._averages or not self._wants_tensor)
+
+    @property
     def sums(self) -> bool:
         """Whether the loss of a batch is a sum over its samples, so that pieces add up."""
         return getattr(self.loss, "reduction", None) == "sum"
@@ -253,6 +258,12 @@ class Totals:
         self._count = 0
         self.resets = 0
         """How often it started again from zero."""
+
+    def add_numbers(self, numbers: tuple[Tensor, Tensor, int]) -> None:
+        """Add what another rank has in the form of `saved`."""
+        self._sum.add_(numbers[0].to(self._sum.device))
+        self._device_count.add_(numbers[1].to(self._sum.device))
+        self._count += numbers[2]
 
     def add(self, scored: Scored, skipped: Tensor | None = None) -> None:
         """Add a loss, unless `skipped` (a flag on the device) shows that its update was skipped."""

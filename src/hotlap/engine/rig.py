@@ -25,6 +25,7 @@ from hotlap.core.tricks import FIT_TRICKS, MOVE_WORDS
 from hotlap.data.batches import Batch, count_samples, cut
 from hotlap.data.dataset import OrderedDataset, training_dataset
 from hotlap.data.feeds import why_not
+from hotlap.data.order import Epoch
 from hotlap.data.pure.proof import proof_of
 from hotlap.data.sources import Columns, Source
 from hotlap.engine.blocks import why_not_checkpointed
@@ -32,6 +33,7 @@ from hotlap.engine.compiling import Compiling
 from hotlap.engine.cursor import Cursor
 from hotlap.engine.cursor import Place as Place
 from hotlap.engine.evaluate import Evaluator
+from hotlap.engine.exchange import Exchange
 from hotlap.engine.layout import BufferPool, Layout
 from hotlap.engine.objective import Objective, Totals
 from hotlap.engine.optimizers import Fusion, is_fused, why_not_fused
@@ -134,6 +136,8 @@ class Rig:
         self._fusion = Fusion(self.optimizer, self._pool)
         self._layout = Layout(self.modules, self.optimizer, self._pool)
         self._compiling = Compiling(self.model, self.device, steps=lambda: self.steps, write_down=self.write_down)
+        self.exchange: Exchange | None = None
+        """What ranks exchange, where several processes share this training."""
         self._cursor: Cursor | None = None
         self._feed_given: tuple[Any, dict[str, Any]] | None = None
         self._evaluator = Evaluator(self.objective, self.device, self._layout)
@@ -182,6 +186,8 @@ class Rig:
                 reason = self._cursor.why_not_resident(self._reserve())
             if reason:
                 return reason
+        if plan.execution.ranks > 1 and (reason := self._why_not_shared(plan)):
+            return reason
         if plan.execution.mode == "captured" and not self._on_gpu:
             return f"execution.mode='captured' needs a GPU; this training runs on {self.device.type}"
         if plan.execution.mode == "captured" and self._takes_closure:
@@ -202,6 +208,29 @@ class Rig:
             if reason:
                 return reason
         return why_not_fused(self.optimizer, self.modules) if numerics.optimizer == "fused" else None
+
+    def share(self, exchange: Exchange) -> None:
+        """Let plans have several ranks share the batches from here on."""
+        self.exchange = self._steps.exchange = exchange
+        if self._cursor is not None:
+            self._cursor.rank = exchange.rank
+
+    def _why_not_shared(self, plan: Plan) -> str | None:
+        """Why ranks cannot share the batches of this training under a plan, or None where they can."""
+        execution, exchange = plan.execution, self.exchange
+        if exchange is None or exchange.size != execution.ranks:
+            there = 1 if exchange is None else exchange.size
+            return f"execution.ranks={execution.ranks} needs as many processes, and there is {there}: fit(job, gpus=…)"
+        if execution.mode != "eager" or execution.compile != "no":
+            return f"execution.ranks={execution.ranks} needs mode='eager' and compile='no' in this version"
+        if self._takes_closure:
+            return f"{type(self.optimizer).__name__} calls the model by itself, so ranks cannot share its batches"
+        if self._cursor is not None and self._cursor.dataset.bad is not None:
+            return "skip_bad_samples needs one rank: the others cannot know which samples were left out"
+        trained = {id(p) for module in self.modules for p in module.parameters()}
+        if any(id(p) not in trained for group in self.optimizer.param_groups for p in group["params"]):
+            return "the optimizer holds parameters of neither model nor loss, whose gradients ranks do not exchange"
+        return None
 
     @property
     def _takes_closure(self) -> bool:
@@ -231,7 +260,7 @@ class Rig:
         # Each part builds on those before it. From the first that differs on, all are set up again.
         if self._cursor is not None and ("feed" in parts or "layout" in changes):
             self._cursor.change(before.feed)
-        elif self._cursor is not None and ("micro_batch" in changes or "replay_steps" in changes):
+        elif self._cursor is not None and {"micro_batch", "replay_steps", "ranks"} & set(changes):
             self._cursor.recut()
         if "numerics" in parts or "mode" in changes:
             self.apply_numerics()
@@ -323,12 +352,14 @@ class Rig:
 
     def cautions(self, plan: Plan) -> list[str]:
         """What a plan changes in the training beyond rounding, a line each. The user decides whether to accept that."""
-        micro = plan.memory.micro_batch
-        if micro is None or (self._cursor is not None and micro >= self._cursor.dataset.batch_size):
+        micro, is_shared = plan.memory.micro_batch, plan.execution.ranks > 1
+        is_cut = micro is not None and (self._cursor is None or micro < self._cursor.dataset.batch_size)
+        if not is_cut and not is_shared:
             return []
         found = []
         if any(isinstance(layer, BatchNormBase) and layer.training for layer in self.model.modules()):
-            found.append("batch norms see micro-batches, so their statistics differ")
+            seen = "their rank's part of each batch" if is_shared else "micro-batches"
+            found.append(f"batch norms see {seen}, so their statistics differ")
         if not self.objective.adds_up:
             name = getattr(self.loss, "__name__", type(self.loss).__name__)
             found.append(f"the loss {name} is taken as a mean over samples; return (sum, count) where it is not")
@@ -341,6 +372,8 @@ class Rig:
     def _data_changed(self, why: str) -> None:
         """Called when the data has changed. hotlap fetches it again a few times, then uses the user's own feed only."""
         assert self._cursor is not None
+        if self.exchange is not None:
+            self.exchange.data_changed()
         own = self._cursor.dataset.feed
         if self.plan.feed in (own, Feed(kind="gather")):
             return  # this feed reads the data in place
@@ -372,13 +405,24 @@ class Rig:
         self._fusion.set(numerics.optimizer == "fused", captured=self.plan.execution.mode == "captured")
         self._layout.set(numerics.layout)
 
+    def outdate_ranks(self) -> None:
+        """Note that weights, state or data have changed otherwise than by steps: other ranks lack that."""
+        if self.exchange is not None:
+            self.exchange.is_stale = True
+
     def restore_layout(self) -> None:
         """Restore the user's own layout of the weights, at the end of the plan."""
         self._layout.set("as given")
 
     def settle(self) -> None:
-        """Bring the host up to date with the device: the schedule's position, if updates may be skipped."""
+        """Bring the host up to date with the device: the schedule's position, if updates may be skipped.
+
+        With several ranks, the running loss then counts the samples of all.
+        """
         self._steps.settle()
+        if self.exchange is not None:
+            for numbers in self.exchange.take_totals():
+                self.totals.add_numbers(numbers)
 
     # --- data ------------------------------------------------------------------------------------
 
@@ -442,6 +486,11 @@ class Rig:
         """Where the samples come from."""
         assert self._cursor is not None, "attach data first"
         return self._cursor.dataset.source
+
+    def order_of(self, epoch: int) -> Epoch:
+        """The samples of an epoch, over all ranks."""
+        assert self._cursor is not None, "attach data first"
+        return self._cursor.dataset.order.epoch(epoch)
 
     def windows(
         self, *, epochs: int | None = None, steps: int | None = None, room: Callable[[], int] | None = None
@@ -529,11 +578,15 @@ class Rig:
     def advance(self, batch: Window | Batch) -> Tensor:
         """As `step`, but the next call may overwrite the loss."""
         window = batch if isinstance(batch, Window) else self._window_of(batch)
-        if not window.pieces:
+        if not window.pieces and not window.of:
             return self._pass_over()
         try:
+            if self.exchange is not None:
+                self.exchange.begin_step(self, window)
             loss = self._step(window)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            if self.exchange is not None:
+                self.exchange.raise_lost(error)
             hint = explained(error, window, self.model)
             if hint is None:
                 raise
@@ -583,7 +636,17 @@ class Rig:
         if wrong:
             raise JobError(wrong)
         size = batch_size or self._evaluation_batch
-        return self._evaluator(data, metrics, batch_size=size, collate=collate, plan=self.plan)
+        share = None if self.exchange is None else self.exchange.evaluation(self, data, size)
+        return self._evaluator(data, metrics, batch_size=size, collate=collate, plan=self.plan, share=share)
+
+    def evaluate_part(
+        self, data: Any, metrics: Sequence[str] | Mapping[str, Any], batch_size: int, collate: Any
+    ) -> list[list[Tensor]]:
+        """The sums of this rank's part of an evaluation."""
+        assert self.exchange is not None, "there is one rank"
+        return self._evaluator.sums(
+            data, metrics, batch_size=batch_size, collate=collate, plan=self.plan, share=self.exchange.own_share
+        )
 
     def predict(self, data: Any, *, batch_size: int | None = None, collate: Any = None) -> Any:
         """The model's outputs for all of `data`, in its order, on the host. Mode, random generators and training stay
@@ -621,6 +684,7 @@ class Rig:
         self.settle()
         snapshot.training.restore()
         self.apply_numerics()
+        self.outdate_ranks()
         self.totals.put_back(snapshot.totals)
         self.guards.put_back(snapshot.guards)
         self.place = snapshot.place

@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim import Optimizer
 
+from hotlap.core.errors import TrainingError
 from hotlap.core.plan import Execution, Numerics
 from hotlap.core.torch_private import foreach_div_
 from hotlap.data.batches import Batch, map_tensors, to_device
 from hotlap.data.resident import PendingRows
 from hotlap.engine.assists.overlap import Overlap
 from hotlap.engine.capture.recording import intended_wait
+from hotlap.engine.exchange import Exchange
 from hotlap.engine.layout import Layout
 from hotlap.engine.objective import Objective, Scored, Totals
 from hotlap.engine.optimizers import start_momenta
@@ -38,10 +40,14 @@ class Window:
     """Whether the loss is known to ignore none of its targets."""
     updates: int = 1
     """Number of updates. The pieces of the later ones follow in the epoch's order and are cut the same way."""
+    of: int = 0
+    """Samples of the update over all ranks, if several share it."""
 
     @property
     def samples(self) -> int:
-        """Samples in all pieces of all updates."""
+        """Samples in all pieces of all updates, and of all ranks."""
+        if self.of:
+            return self.of
         sizes = self.sizes
         return (sizes[0] if len(sizes) == 1 else sum(sizes)) * self.updates
 
@@ -89,6 +95,7 @@ class EagerStep:
         scale: LossScale | None = None,
         skips_on_device: bool = False,
         rates: Rates | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         self._objective = objective
         self.modules = objective.modules
@@ -97,6 +104,7 @@ class EagerStep:
         self.schedule = schedule
         self.totals = totals
         self.rates = rates
+        self._exchange = exchange
         self._device = device
         self._moves = device.type != "cpu"
         self._context = precision_context(numerics, device, self.modules)
@@ -136,13 +144,13 @@ class EagerStep:
     def one(self, window: Window) -> Tensor:
         """Make one update; its loss."""
         if self._plain:
-            loss, scores = self.gradients(window.pieces, window.sizes, window.all_count)
+            loss, scores = self.gradients(window.pieces, window.sizes, window.all_count, window.of)
             updated = self.finish(scores)
         else:
             if self.rates is not None:
                 self.rates.write(1)
             with self.switches if self.switches else nullcontext():
-                loss, scores = self.gradients(window.pieces, window.sizes, window.all_count)
+                loss, scores = self.gradients(window.pieces, window.sizes, window.all_count, window.of)
                 with self.rates.given(0) if self.rates is not None else nullcontext():
                     updated = self.finish(scores)
         self.ended(updated)
@@ -162,14 +170,21 @@ class EagerStep:
         elif updated and self.schedule.moves_per_update:
             self.schedule.move()
 
-    def gradients(self, pieces: list[Batch], sizes: list[int], all_count: bool) -> tuple[Tensor, list[Scored]]:
-        """Compute and clip the gradients of one update. Returns the loss, and what to add to the running loss."""
+    def gradients(
+        self, pieces: list[Batch], sizes: list[int], all_count: bool, of: int = 0
+    ) -> tuple[Tensor, list[Scored]]:
+        """Compute and clip the gradients of one update. Returns the loss, and what to add to the running loss.
+
+        `of` are its samples over all ranks. The loss is that of this rank's samples.
+        """
         self.optimizer.zero_grad(set_to_none=True)
         self.parameters()
         for parameter in self._not_optimized:
             parameter.grad = None
         with self.around:
-            if len(pieces) == 1:
+            if self._exchange is not None:
+                loss, scores = self._in_ranks(self._exchange, pieces, sizes, of)
+            elif len(pieces) == 1:
                 loss, scores = self._whole(pieces[0], sizes[0], all_count)
             else:
                 loss, scores = self._in_pieces(pieces, sizes)
@@ -241,6 +256,37 @@ class EagerStep:
         if any(scored.counted for scored in scores):
             self._divide_gradients(count / shrink if shrink > 1 else count)
         return torch.as_tensor(total if self._objective.sums else total / count), scores
+
+    def _in_ranks(
+        self, exchange: Exchange, pieces: list[Batch], sizes: list[int], everything: int
+    ) -> tuple[Tensor, list[Scored]]:
+        """The same over all ranks: the last piece of each exchanges the gradients of all its pieces."""
+        objective = self._objective
+        counts, shrink = objective.may_count, everything if self._scaled else 1
+        total, count = (torch.zeros((), dtype=torch.float64, device=self._device) for _ in range(2))
+        scores = []
+        parts = [*zip(pieces, sizes, strict=True)] or [(None, 0)]
+        for number, (piece, samples) in enumerate(parts, 1):
+            batch = self._on_device(piece)[0] if samples else None
+            with exchange.waiting(objective) if number < len(parts) else nullcontext():
+                with self._context():
+                    loss, scored = exchange.loss(objective, batch, samples)
+                if scored is not None and scored.counted and not counts:
+                    raise TrainingError(
+                        "a loss whose reduction is 'sum' must not return (sum, count) with several ranks"
+                    )
+                if scored is not None and not scored.counted and not objective.sums:
+                    loss = loss * (samples if counts else samples / everything)
+                self._backward(loss / shrink if counts and shrink > 1 else loss)
+            if scored is not None:
+                scores.append(scored._replace(loss=scored.loss.detach()))
+                total += scores[-1].loss * scored.factor
+                count += scored.weight
+        exchange.finished(objective)
+        own = total if objective.sums else total / count.clamp(min=1)
+        if counts:
+            self._divide_gradients(exchange.add_up(count) / shrink)
+        return own, scores
 
     def _backward(self, loss: Tensor) -> None:
         if self.look is not None:
@@ -384,6 +430,8 @@ def explained(error: Exception, window: Window, model: nn.Module) -> str | None:
 def _described(window: Window) -> str:
     """Dtypes and shapes of the tensors in a batch; no value is read."""
     seen: list[str] = []
+    if not window.pieces:
+        return "no samples"
 
     def note(tensor: Tensor) -> Tensor:
         seen.append(f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}")

@@ -27,6 +27,7 @@ from hotlap.engine.blocks import Checkpointing
 from hotlap.engine.capture.captured_step import CapturedStep, ReplayOutputs
 from hotlap.engine.capture.recording import Recorder
 from hotlap.engine.compiling import CompiledStep, Compiling
+from hotlap.engine.exchange import Exchange
 from hotlap.engine.layout import Layout
 from hotlap.engine.objective import Objective, Totals
 from hotlap.engine.optimizers import has_step_hooks, why_not_captured
@@ -68,6 +69,8 @@ class StepCache:
         self._made: dict[tuple[Numerics, Execution, int], Step] = {}
         self._recorder: Recorder | None = None
         self._outputs: ReplayOutputs | None = None
+        self.exchange: Exchange | None = None
+        """What ranks exchange, where there are several."""
 
     def values(self) -> Iterator[Step]:
         """The steps that are kept."""
@@ -132,6 +135,7 @@ class StepCache:
             scale=scale,
             skips_on_device=on_device,
             rates=rates,
+            exchange=self.exchange if execution.ranks > 1 else None,
         )
         if blocks:
             checkpointing = Checkpointing(self._objective.model, blocks)

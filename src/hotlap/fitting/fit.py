@@ -52,6 +52,7 @@ from hotlap.guard.hangs import hang_s
 from hotlap.guard.identity import differences, exact_identity
 from hotlap.guard.saving import import_state
 from hotlap.monitor.sampler import is_wanted
+from hotlap.ranks.leader import Gpus, Leader, ranks_wanted
 from hotlap.store.cache import Cache, model_key, store_model, stored_model
 from hotlap.store.checkpoints import KEPT
 from hotlap.store.files import finite, load_plan
@@ -89,6 +90,7 @@ def fit(
     allow_changes: bool = False,
     reuse: bool = False,
     require_gpu: bool = False,
+    gpus: Gpus = None,
     progress: bool = True,
     on_evaluation: Callable[[dict[str, Any]], object] | None = None,
     log: Names = None,
@@ -121,6 +123,9 @@ def fit(
             before, and keep it there otherwise. If hotlap cannot know something that decides the training, it trains
             and says what that is.
         require_gpu: Raise MachineError if no GPU works.
+        gpus: GPUs of this machine that share each batch: a number, or "all". Batch size, order and learning rate stay
+            as they are. With "auto", hotlap measures whether more than one is faster, and otherwise goes on with one.
+            On a machine without GPUs, a number means so many processes on the CPU.
         progress: Show progress on stderr.
         on_evaluation: Called with the figures of each evaluation, as `Run.history` holds them. A text that it returns
             ends the training, which gives it as the reason. What it raises ends it like any error of yours.
@@ -141,6 +146,7 @@ def fit(
     logs = logs_named(log)
     call = next_call()
     device = machine.choose_device(job.device, require_gpu=require_gpu)
+    ranks = ranks_wanted(gpus, device)
     if (reason := why_no_gradients()) is not None:
         raise TrainingError(reason)
     if resume is None:
@@ -155,9 +161,13 @@ def fit(
         torch.cuda.manual_seed(mix(job.seed))
     task: Task | None = None
     session: RunSession | None = None
+    leader: Leader | None = None
     try:
-        task = set_up(job, dataset, chosen, device, console, save_every, without)
+        leader = Leader(job, ranks, device) if ranks > 1 else None
+        task = set_up(job, dataset, chosen, device, console, save_every, without, leader)
         task = replace(task, tune_s=tune_s, on_evaluation=on_evaluation, limit=limit, repeats=repeats, logs=logs)
+        if leader is not None:
+            leader.changes = task.memory.changes
         kept = CachedModel(task.identity, job, task.rig, how=task.how) if reuse else None
         if resume is not None:
             session = RunSession(RunFolder.open(resume), task)
@@ -186,6 +196,8 @@ def fit(
             kept.store(run)
         return run
     finally:
+        if leader is not None:
+            leader.close()
         if task is not None:
             _let_go(task, session)
         randomness.restore()
@@ -388,7 +400,7 @@ def _begin_again(
     _refuse(session.folder, changed, allow_changes)
     if not keep_plan:
         with unfit_checkpoint(FILE):
-            rig.use(Plan.from_dict(record.facts["plan"]))
+            rig.use(task.with_ranks(Plan.from_dict(record.facts["plan"])))
     why = "; ".join(["no checkpoint had been completed", *changed])
     rig.ledger.record(Entry(step=0, what="begun again at step 0", outcome="chosen", plan=rig.plan, why=why))
     session.folder.write_metrics([])
@@ -410,7 +422,7 @@ def _go_on_from_checkpoint(
     name = checkpoint.path.name
     if not keep_plan:
         with unfit_checkpoint(name):
-            rig.use(Plan.from_dict(checkpoint.facts["plan"]))
+            rig.use(task.with_ranks(Plan.from_dict(checkpoint.facts["plan"])))
     state = ProgressState(task, first=None if record is None else record.first, from_checkpoint=name)
     with unfit_checkpoint(name):
         loop = import_state(rig, checkpoint.files, task.memory.changes)

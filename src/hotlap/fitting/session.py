@@ -280,6 +280,7 @@ class RunSession:
         loop = import_state(task.rig, files, task.memory.changes)
         if remembered is not None:
             remembered.restore()
+        task.rig.outdate_ranks()
         task.dataset.order.restore_sampler(loop.get("order"))
         return loop
 

@@ -25,6 +25,7 @@ from hotlap.core.plan import Plan
 from hotlap.data.dataset import OrderedDataset
 from hotlap.data.sources import Columns, Selection, Source
 from hotlap.engine.augment import Augment, check_classes
+from hotlap.engine.exchange import Exchange
 from hotlap.engine.rig import Rig
 from hotlap.engine.snapshot import Modes, changes_of
 from hotlap.fitting.deadline import TimeLimit
@@ -32,6 +33,7 @@ from hotlap.fitting.progress import Voice
 from hotlap.guard.identity import identity
 from hotlap.machine.session_end import SessionEnd, session_end
 from hotlap.moves import everything
+from hotlap.ranks.worth import shared
 from hotlap.tuner.tuner import plan_changes
 
 
@@ -100,6 +102,8 @@ class Task:
     """The ledger of the run whose plans are used again, each at its step."""
     logs: Sequence[str] = ()
     """Names of the logs that metrics go to beside the run folder."""
+    ranks: int = 1
+    """Processes that share each batch under a fixed plan; a plan that is tuned begins with one."""
     session_end: SessionEnd | None = None
     """When the session of this process ends, where that is known."""
 
@@ -135,7 +139,18 @@ class Task:
             )
         if (size := self.dataset.batch_size) is not None and size > samples:
             found.append(f"batch_size={size:,} is larger than the data: each epoch is one batch of {samples:,} samples")
+        if rig.exchange is not None:
+            ranks, size = rig.exchange.size, self.dataset.batch_size
+            found.append(
+                f"each batch of {size:,} samples is shared by {ranks} ranks, {-(-size // ranks):,} at most each"
+            )
+            if rig.device.type == "cpu":
+                found.append(f"on the CPU, gpus={ranks} means {ranks} processes, each with a part of the cores")
         return found
+
+    def with_ranks(self, plan: Plan) -> Plan:
+        """A plan of a run with as many ranks as this one has, which may be others."""
+        return plan.but(ranks=1) if self.ranks == 1 else shared(plan, self.ranks)
 
     def weights_bytes(self) -> int:
         """How large the weights are."""
@@ -197,6 +212,7 @@ def set_up(
     console: Console,
     save_every: int | None,
     without: Sequence[str] = (),
+    exchange: Exchange | None = None,
 ) -> Task:
     """Make the rig and put it under the plan; raises HotlapError where the job or the plan will not do."""
     start_s = time.perf_counter()
@@ -222,6 +238,8 @@ def set_up(
         if wrong:
             raise JobError(wrong)
     rig.attach(dataset)
+    if exchange is not None:
+        rig.share(exchange)
     if isinstance(job.augment, Augment) and job.augment.mixes and job.prepare is None:
         check_targets(job.augment, dataset.source)
     if without:
@@ -232,6 +250,10 @@ def set_up(
     elif not isinstance(plan, (str, Ledger, Found)):
         chosen = plan if isinstance(plan, Plan) else rig.plan.but(**plan)
         rig.use(chosen.but(without=(*chosen.execution.without, *without)), why="given")
+    ranks = rig.plan.execution.ranks
+    if exchange is not None and not isinstance(plan, (Ledger, Found)) and plan != TUNED:
+        ranks = exchange.size
+        rig.use(shared(rig.plan, ranks) if isinstance(plan, str) else rig.plan.but(ranks=ranks), why="asked for")
     return Task(
         job=job,
         dataset=dataset,
@@ -248,6 +270,7 @@ def set_up(
         tuned=plan == TUNED or isinstance(plan, Found),
         found=plan.plan if isinstance(plan, Found) else None,
         replayed=plan if isinstance(plan, Ledger) else None,
+        ranks=ranks,
         session_end=end,
     )
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from hotlap.core.errors import DivergedError, StoreError, first_line
+from hotlap.core.errors import DivergedError, StoreError, TrainingError, first_line
 from hotlap.core.terminal import clean
 from hotlap.core.turns import turn
 from hotlap.engine.objective import PendingMean
@@ -31,7 +31,10 @@ from hotlap.fitting.task import Task
 from hotlap.fitting.tuning import chooser_for, tuning_line
 from hotlap.guard.signals import StopRequest
 from hotlap.monitor.sampler import Sampler
+from hotlap.ranks.leader import LostRankError
 
+MOST_LOST, NEAR = 3, 100
+"""How often other ranks may be lost within so many steps."""
 EVALUATIONS = 3
 """How often an evaluation is made whose workers die."""
 SIGNAL_S = 2.0
@@ -108,6 +111,8 @@ class _Loop:
             task.dataset.bad.tell = self._tell_of_bad_sample
         self._begun_at = task.rig.steps
         self._turn = turn.get()
+        self._lost_at: list[int] = []
+        """The steps at which other ranks were lost lately."""
         self._failed: Window | None = None
         """The window whose step an error ended, where nothing has put the training back."""
         self._step: Callable[[Window], Tensor] = task.rig.advance
@@ -115,7 +120,11 @@ class _Loop:
     def steps(self, stop: StopRequest) -> str:
         """Make all steps that are left; why it ended."""
         while True:
-            ended = self._steps_from_here(stop)
+            try:
+                ended = self._steps_from_here(stop)
+            except LostRankError as error:
+                self._regroup(error)
+                continue
             if not self._is_elsewhere:
                 return ended
             self._is_elsewhere = False
@@ -127,7 +136,7 @@ class _Loop:
         self._ends = SavedInTime(self._task, self._session, state, stop)
         if (early := self._early_end()) is not None:
             return early
-        if state.from_checkpoint is not None and self._lacks_record():
+        if (state.from_checkpoint is not None or self._lost_at) and self._lacks_record():
             self._record()
             if (early := self._early_end()) is not None:
                 return early
@@ -298,6 +307,8 @@ class _Loop:
         Raises the error where there is no answer.
         """
         rig, is_short, self._failed = self._rig, is_out_of_memory(error), window
+        if isinstance(error, LostRankError):
+            raise error
         if is_short:
             place = self._rescue.undo(error, window)
             self._failed = None
@@ -325,6 +336,23 @@ class _Loop:
         if self._task.replayed is None and self.tuner.done and (more := self._rescue.use_more()) is not None:
             self._voice.say(f"memory at step {self._rig.steps:,}, tried again: {more}")
             self._task = within(self._task, self._rig.plan.memory)
+
+    def _regroup(self, error: LostRankError) -> None:
+        """Go on where another rank was lost: from the newest checkpoint, or where the lost step began."""
+        rig, window, self._failed, self._open = self._rig, self._failed, None, None
+        self._lost_at = [step for step in self._lost_at if rig.steps - step < NEAR] + [rig.steps]
+        why = f"{error}, at step {rig.steps:,}"
+        if len(self._lost_at) > MOST_LOST:
+            raise TrainingError(f"{why}, for the {len(self._lost_at)}th time within {NEAR} steps: train with gpus=1")
+        try:
+            self._state.put_back_records(self._session.put_back(until=rig.steps, or_start=True))
+            self._session.folder.write_metrics(self._state.history)
+        except StoreError:
+            left = None if window is None else self._rescue.step_back(error, window)
+            if left is not None:
+                raise TrainingError(f"{why}; there is no checkpoint to go back to, and {left}") from None
+        rig.write_down("rank lost", "fault", f"{why}; started again, from step {rig.steps:,} on")
+        self._voice.warn(f"{why}; the ranks start again, from step {rig.steps:,} on")
 
     def save_after(self, error: Exception) -> None:
         """Save what was trained before an error, and add to the error the line that goes on from there."""
@@ -447,8 +475,8 @@ class _Loop:
     def _record(self, *, evaluates: bool = True) -> None:
         """Note the figures of this step, and evaluate. Without validation data this does not wait for the device."""
         job, rig, began = self._job, self._rig, time.perf_counter()
-        loss = rig.totals.take()
         rig.settle()
+        loss = rig.totals.take()
         record: dict[str, Any] = {
             "step": rig.steps,
             "epoch": rig.place.epoch + 1,

@@ -14,6 +14,7 @@ from hotlap.core.table import rows
 from hotlap.data.dataset import training_dataset
 from hotlap.engine.snapshot import Modes, Randomness
 from hotlap.fitting.task import TUNED, Found, Task, set_up
+from hotlap.ranks.worth import SharedOrAlone
 from hotlap.tuner.budget import MOST_S, Length
 from hotlap.tuner.known import KnownPlans
 from hotlap.tuner.tuner import PlanChooser, Replay, Tuner
@@ -38,7 +39,7 @@ def chooser_for(task: Task, length: Callable[[], Length] | None = None) -> PlanC
         one = Length(task.total) if length is None else length()
         return one._replace(updates=one.updates * task.repeats)
 
-    return Tuner(
+    tuner = Tuner(
         rig,
         updates=whole,
         most_s=task.tune_s,
@@ -46,6 +47,9 @@ def chooser_for(task: Task, length: Callable[[], Length] | None = None) -> PlanC
         known=KnownPlans(rig, batch_size=task.dataset.batch_size),
         found=found,
     )
+    if rig.exchange is None:
+        return tuner
+    return SharedOrAlone(rig, tuner, rig.exchange.size, lambda: whole().updates - rig.steps)
 
 
 def tuning_line(ledger: Ledger) -> str | None:

@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, get_type_hints
+from typing import Any, ClassVar, Literal, TypeVar, get_type_hints
 
 from hotlap.core.errors import JobError, StoreError, did_you_mean, shown
 from hotlap.core.units import MIB, read_seconds
@@ -55,6 +55,7 @@ class Options:
     patience: int = option(3, "evaluations without improvement before the training stops")
     seed: int = option(0, "seed of the first weights, the order and the held-out rows", most=2**63 - 1)
     device: str = option("auto", "device: auto, cpu, cuda or cuda:N")
+    gpus: str = option("", "GPUs that share each batch of a network: a number, or all; the default is one")
     plan: str = option("auto", "how to train: auto, off, max, a plan file, or a run folder to replay")
     warm_up: float = option(0.05, "the share of updates in which the learning rate rises")
     weight_decay: float = option(0.01, "weight decay of AdamW")
@@ -74,6 +75,8 @@ class Options:
         wrong += _too_much(self)
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", self.device):
             wrong.append(f"device={shown(self.device)} is none of auto, cpu, cuda, cuda:N")
+        if not re.fullmatch(r"|all|[1-9][0-9]?", self.gpus):
+            wrong.append(f"gpus={shown(self.gpus)} must be a whole number of at least 1, or all")
         if self.finish_in and not _is_time(self.finish_in):
             wrong.append(f'finish_in={shown(self.finish_in)} is no time: give seconds, or "90s", "15m", "1h 30m"')
         if self.profile:
@@ -86,6 +89,11 @@ class Options:
     def epochs_of(self, usual: int) -> int:
         """Epochs to train where a recipe has so many by itself."""
         return self.epochs or max(1, round(usual * EPOCHS.get(self.profile, 1.0)))
+
+    @property
+    def gpus_wanted(self) -> int | Literal["all"] | None:
+        """The GPUs that share each batch, as `fit` takes them."""
+        return "all" if self.gpus == "all" else int(self.gpus) if self.gpus else None
 
     @property
     def judged_at_once(self) -> int:

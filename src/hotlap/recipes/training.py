@@ -472,6 +472,7 @@ class _Training:
                 out=out,
                 resume=out if (out / PLAN).is_file() else None,
                 reuse=not self.retrain,
+                gpus=None if quiet else self.options.gpus_wanted,  # quiet ones train at once
                 progress=self.progress and not quiet,
                 started_by=command_of(self.folder),
                 finish_in=None if self.time.share is None else self.time.share.part(share),
