@@ -2,7 +2,7 @@
 
     python tests/gpu/together.py [pytest options]
 
-Those that time things, or look at who else uses the GPU, come last and by themselves. Exit code 1 where one failed.
+Those that time things, take most of the memory, or look at who else uses the GPU, come last and by themselves. Exit code 1 where one failed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).parent
-ALONE = ("test_machine_gpu.py", "test_monitor.py", "test_tuner_gpu.py", "test_waits_gpu.py")
+ALONE = (
+    "test_machine_gpu.py",
+    "test_monitor.py",
+    "test_out_of_memory_gpu.py",
+    "test_tuner_gpu.py",
+    "test_waits_gpu.py",
+)
 LONGEST = (
     "test_compiling_gpu.py",
     "test_encoders_gpu.py",
