@@ -2,7 +2,8 @@
 
     python tests/gpu/together.py [pytest options]
 
-Those that time things, take most of the memory, or look at who else uses the GPU, come last and by themselves. Exit code 1 where one failed.
+Those that time things, take most of the memory, or look at who else uses the GPU, come last and by themselves. Exit
+code 1 where one failed.
 """
 
 from __future__ import annotations
