@@ -60,6 +60,7 @@ STOPS_EARLY = {"trainer_class.py": "Early stopping"}
 """Scripts that choose so when to stop, and how the line begins that says it."""
 MADE_UP = (
     "import pytest; from made_up_time import make_up_time; from hotlap.cli import main; from hotlap.tuner import laps; "
+    "import hotlap.tuner.trials as trials; from random import Random; trials.Random = lambda: Random(0); "
     "make_up_time(pytest.MonkeyPatch()); laps.LAP_S = 0.005; main()"
 )
 """The tuner times seconds that are made up, in which to fetch samples one by one is slow: what it keeps hangs on no

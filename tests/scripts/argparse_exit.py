@@ -46,7 +46,7 @@ def main():
     rng = np.random.default_rng(args.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
-    train = DataLoader(Spirals(5000, rng), batch_size=args.batch_size, shuffle=True)
+    train = DataLoader(Spirals(12000, rng), batch_size=args.batch_size, shuffle=True)
     test = DataLoader(Spirals(700, rng), batch_size=args.batch_size)
     net = nn.Sequential(nn.Linear(5, 48), nn.Tanh(), nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, 3)).to(device)
     opt = torch.optim.SGD(net.parameters(), lr=args.lr, momentum=0.9)
