@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.simulated_bars import simulated_bars
+from hotlap.recipes.simulated_bars import simulated_bars
 
 SYMBOLS, SIGNAL = 4, 0.3
 MEDIAN, SPREAD, LONGEST = 8, 0.6, 150

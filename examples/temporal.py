@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import hotlap
-from hotlap.recipes.bars import simulated_bars
+from hotlap.recipes.simulated_bars import simulated_bars
 
 folder = Path(tempfile.mkdtemp(prefix="hotlap-temporal-"))
 

@@ -113,7 +113,7 @@ def test_seconds_that_the_user_allows_are_not_waited_for_either(monkeypatch):
     training = Clocked(monkeypatch, updates=Guessed(100), most_s=0.0)
     training.train(60)
     assert training.tuner.done
-    assert why(training)["all moves"] == "1 s in 100 updates is too short for tuning to pay: trials may take 0 s"
+    assert why(training)["all moves"] == "1 s in 100 updates is too short for trials: trials may take 0 s"
 
 
 def test_the_length_of_a_script_is_never_certain(tmp_path):

@@ -74,6 +74,7 @@ values = {
     "replay_steps": st.integers(1, 3),
     "autotune": st.booleans(),
     "compile": st.sampled_from(COMPILED),
+    "ranks": st.integers(1, 3),
     "without": st.sets(st.sampled_from([*TRICKS])).map(sorted).map(tuple),
 }
 """For each choice, values that are right by themselves."""

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from benchmarks.simulated_bars import simulated_bars
 from torch.nn import functional as F
 
 from hotlap.core.errors import DataError
 from hotlap.recipes.indicators import Scaler, direction, features
+from hotlap.recipes.simulated_bars import simulated_bars
 
 AHEAD, THRESHOLD = 4, 0.002
 

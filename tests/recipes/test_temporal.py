@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from benchmarks.simulated_bars import simulated_bars
 from recipe_data import bars_file, write_rows
 from typer.testing import CliRunner
 
@@ -20,6 +19,7 @@ from hotlap.recipes.answers import answer, revived
 from hotlap.recipes.bars import PRICES, bars_from, resampled
 from hotlap.recipes.indicators import direction
 from hotlap.recipes.options import options_of
+from hotlap.recipes.simulated_bars import simulated_bars
 from hotlap.recipes.tables import read_table
 from hotlap.recipes.temporal import RECIPE, known_features, seconds_of
 from hotlap.recipes.training import train

@@ -6,6 +6,8 @@ from datetime import UTC, datetime
 
 import numpy as np
 
+from hotlap.recipes.simulated_bars import simulated_bars
+
 TOPICS = {
     "sport": "goal match team coach league score player season win final",
     "money": "bank market stock price profit trade share growth debt tax",
@@ -31,8 +33,6 @@ def write_rows(path, header, rows):
 
 def bars_file(path, rows=700, symbols=2, seed=0, signal=0.4):
     """Bars of some symbols, one symbol below the other."""
-    from benchmarks.simulated_bars import simulated_bars  # scripts in processes of their own find no benchmarks
-
     told = []
     for bars in simulated_bars(rows, symbols, seed, signal):
         for at in range(len(bars)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,6 @@ from hotlap.core.ledger import Ledger
 from hotlap.core.units import MIB
 from hotlap.engine.rig import Rig
 from hotlap.engine.snapshot import PythonState
-from hotlap.engine.step import is_out_of_memory
 from hotlap.fitting.first_nan import are_finite
 from hotlap.fitting.task import Task, trained_tensors
 from hotlap.guard.saving import Saver, export_state, import_state
@@ -254,13 +253,11 @@ class RunSession:
         rig = self._task.rig
         if rig.steps or self._task.weights_bytes() > KEPT_BYTES:
             return
-        try:
+        # A training does without where no file can hold its state, memory is too small, or a device fails.
+        with suppress(StoreError, OSError, MemoryError, RuntimeError):
             remembered = rig.python_state()
             if remembered.size <= KEPT_BYTES:
                 self._start, self._remembered = export_state(rig, self._exported(state)), remembered
-        except Exception as error:  # a training does without where no file can hold its state, or memory is too small
-            if not isinstance(error, (StoreError, OSError)) and not is_out_of_memory(error):
-                raise
 
     def put_back(self, *, until: int, or_start: bool = False) -> dict[str, Any]:
         """Put rig and sampler back to the newest checkpoint up to a step; what it kept of the loop.
